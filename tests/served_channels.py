@@ -13,12 +13,12 @@ from typing import Any
 from dure.wire.requests import Machine, TaskDescription
 from dure.wire.signatures import Key, Signer
 from dure.worlds.network.client.channel import Channel
-from dure.worlds.network.server.access import Access
-from dure.worlds.network.server.attendance import Served
+from dure.worlds.network.server.access import AccessControl
 from dure.worlds.network.server.channels import NetworkChannels
 from dure.worlds.network.server.register import FILE, Register
-from dure.worlds.network.server.serving import Serving
-from dure.worlds.network.server.watching import Watching
+from dure.worlds.network.server.server_metrics import ServerMetrics
+from dure.worlds.network.server.serving import HttpServer
+from dure.worlds.network.server.sessions import ServedRun
 
 PLACES = 2
 SECONDS = 60.0
@@ -27,7 +27,7 @@ SECONDS = 60.0
 @contextmanager
 def served_channels(folder: Path) -> Iterator[Any]:
     """(channels, url, access)"""
-    about = Served(
+    about = ServedRun(
         run="run",
         clients=PLACES,
         strategy={"name": "split"},
@@ -40,10 +40,12 @@ def served_channels(folder: Path) -> Iterator[Any]:
         samples=lambda examples: 0,
     )
     with Register(folder / FILE, PLACES) as register:
-        access = Access(register, "open")
+        access = AccessControl(register, "open")
         key = Key.make()
-        channels = NetworkChannels(about, access, Watching(), folder, key, 600.0, lambda: None)
-        serving = Serving(channels.asgi(), "127.0.0.1", 0, None, channels.lives_in, heartbeat=5.0)
+        channels = NetworkChannels(about, access, ServerMetrics(), folder, key, 600.0, lambda: None)
+        serving = HttpServer(
+            channels.asgi(), "127.0.0.1", 0, None, channels.lives_in, heartbeat=5.0
+        )
         try:
             url = f"http://127.0.0.1:{serving.port}"
             yield SimpleNamespace(channels=channels, url=url, access=access, port=serving.port)

@@ -94,17 +94,17 @@ class Taken:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._done = updates.Part.done
+        self._done = updates.UploadPart.done
 
     def install(self) -> None:
         done = self._done
 
-        def counted(part: updates.Part, digest: str) -> int:
+        def counted(part: updates.UploadPart, digest: str) -> int:
             here = done(part, digest)
             self.bytes += part.size
             return here
 
-        updates.Part.done = counted  # type: ignore[method-assign]
+        updates.UploadPart.done = counted  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from dure.wire.requests import (
     Welcome,
 )
 from dure.wire.tensors import digest_of, forms_of, size_of
-from dure.worlds.network.client.loop import Answered, Loop
+from dure.worlds.network.client.loop import ClientLoop, TrainedAssignment
 from dure.worlds.network.client.session import Session
 from dure.worlds.network.client.state import ClientState
 
@@ -67,7 +67,7 @@ class Echo:
 
     def train(
         self, train: Train, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
-    ) -> Answered:
+    ) -> TrainedAssignment:
         time.sleep(self.work)
         reserve = UploadRequest(
             ticket=train.ticket,
@@ -78,7 +78,7 @@ class Echo:
             loss=1.0,
             seconds=self.work,
         )
-        return Answered(reserve, tensors, None)
+        return TrainedAssignment(reserve, tensors, None)
 
     def hold(
         self,
@@ -117,7 +117,7 @@ def echo(asked: argparse.Namespace) -> str:
         )
         look = CheckIn(version=VERSION, name=site.name, examples=0, wants=site.wants)
         session.belongs(session.check_in(look), site.name)
-        return Loop(session, site, say if asked.events else lambda what, about: None).run()
+        return ClientLoop(session, site, say if asked.events else lambda what, about: None).run()
 
 
 def main() -> None:

@@ -59,10 +59,10 @@ def learner(
     made = []
 
     def carrier(clients: Any, seed: int) -> Any:
-        from dure.worlds.simulated import Simulation
+        from dure.worlds.simulated import FederationSimulation
 
         made.append(clients)
-        return Simulation(world, clients, seed)
+        return FederationSimulation(world, clients, seed)
 
     place.carrier = carrier
     server = strategy.learner(task, place, 0)

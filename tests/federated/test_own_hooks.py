@@ -29,7 +29,7 @@ from dure.federated.server.update_validation import invalid_reason
 from dure.protocol.messages import Assignment, Update
 from dure.wire.layout import FederationSpec, ModelLayout
 from dure.wire.requests import UploadRequest
-from dure.worlds.network.server.sending import Sending
+from dure.worlds.network.server.model_streams import ModelStreams
 from small import same_bits, small_task, weights_of
 
 LR = 0.3
@@ -562,7 +562,7 @@ def test_a_client_that_does_not_say_its_steps_has_made_those_of_the_strategy(
     federation = FederationSpec(
         2, 0, ModelLayout([[]], ()), None, steps=lambda examples: examples - 1
     )
-    sending = Sending(federation, None, None, None)
+    sending = ModelStreams(federation, None, None, None)
     failed = "its loss became not finite"
     reserve = UploadRequest(1, 0, "", 5, samples, 0.5, failure=failed, steps=said)
     asked = Assignment(1, 2, 0, 0, (), (), 0)

@@ -21,7 +21,7 @@ import dure
 from dure.errors import DureError
 from dure.run.client_site import ConnectionOptions
 from dure.run.join import check
-from dure.worlds.network.server.desk import GRACE
+from dure.worlds.network.server.outbox import GRACE
 from dure.worlds.network.server.register import FILE, Register
 from small import CLASSES, FEATURES, examples, network, same_bits, small_task
 

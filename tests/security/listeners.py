@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from dure.parameter_server.processes.frames import HEAD, MOST_HEADER
 from dure.wire.requests import Machine, TaskDescription
 from dure.wire.signatures import Key
-from dure.worlds.network.clock import Clock
+from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server.access import Access
-from dure.worlds.network.server.attendance import Served
+from dure.worlds.network.server.access import AccessControl
 from dure.worlds.network.server.channels import NetworkChannels
-from dure.worlds.network.server.desk import Desk
+from dure.worlds.network.server.outbox import ClientOutbox
 from dure.worlds.network.server.register import FILE, Register
-from dure.worlds.network.server.serving import Serving
-from dure.worlds.network.server.status import Status, kept_token
-from dure.worlds.network.server.watching import Watching
+from dure.worlds.network.server.server_metrics import ServerMetrics
+from dure.worlds.network.server.serving import HttpServer
+from dure.worlds.network.server.sessions import ServedRun
+from dure.worlds.network.server.status import Status, load_or_create_token
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "worlds" / "network"))
 from fuzzed import answer_of
@@ -35,7 +35,7 @@ SECONDS = 20.0
 @contextmanager
 def channels_served(folder: Path) -> Iterator[Any]:
     """A server of split learning: port, access, channels."""
-    about = Served(
+    about = ServedRun(
         run="run",
         clients=2,
         strategy={"name": "split"},
@@ -48,9 +48,11 @@ def channels_served(folder: Path) -> Iterator[Any]:
         samples=lambda examples: 0,
     )
     with Register(folder / FILE, 2) as register:
-        access = Access(register, "open")
-        served = NetworkChannels(about, access, Watching(), folder, Key.make(), 600.0, lambda: None)
-        listens = Serving(served.asgi(), "127.0.0.1", 0, None, served.lives_in, heartbeat=5.0)
+        access = AccessControl(register, "open")
+        served = NetworkChannels(
+            about, access, ServerMetrics(), folder, Key.make(), 600.0, lambda: None
+        )
+        listens = HttpServer(served.asgi(), "127.0.0.1", 0, None, served.lives_in, heartbeat=5.0)
         try:
             yield SimpleNamespace(port=listens.port, access=access, channels=served)
         finally:
@@ -63,21 +65,21 @@ def status_served(folder: Path) -> Iterator[Any]:
     from dure.report.live.listener import Listener
     from dure.report.live.page import LivePage
 
-    clock = Clock()
+    clock = FederationClock()
     with Register(folder / FILE, 2) as register, closing(Journal(folder, clock)) as journal:
-        watching = Watching()
+        watching = ServerMetrics()
         status = Status(
             about={},
             watching=watching,
-            desk=Desk(clock.now),
-            access=Access(register, "open"),
+            desk=ClientOutbox(clock.now),
+            access=AccessControl(register, "open"),
             journal=journal,
             clock=clock,
             differs=lambda seat: [],
-            token=kept_token(folder),
-            page=LivePage([folder], kept_token(folder), "It is there."),
+            token=load_or_create_token(folder),
+            page=LivePage([folder], load_or_create_token(folder), "It is there."),
         )
-        serving = Serving(status.asgi(), "127.0.0.1", 0, None)
+        serving = HttpServer(status.asgi(), "127.0.0.1", 0, None)
         watch = Listener(LivePage([folder], "CODE", "It is there."))
         try:
             yield SimpleNamespace(status=serving.port, watch=watch.port, watching=watching)

@@ -20,8 +20,8 @@ from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.protocol.messages import Assignment, ProtocolStep, Update
 from dure.randomness.secret import Secret
 from dure.wire.signatures import Key
-from dure.worlds.network.client.spent_on_disk import SpentOnDisk
 from dure.worlds.network.client.state import ClientState
+from dure.worlds.network.client.stored_spent_models import StoredSpentModels
 
 D = 6
 SETTINGS = SecureAggregation()
@@ -66,7 +66,7 @@ class Site:
             roster=roster,
             minimum=3,
             refuses=lambda client, reason: self.refused.append(reason),
-            spent=None if self.state is None else SpentOnDisk(self.state),
+            spent=None if self.state is None else StoredSpentModels(self.state),
         )
 
     def close(self) -> None:

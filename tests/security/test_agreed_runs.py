@@ -30,13 +30,13 @@ from dure.wire.requests import (
     to_json,
 )
 from dure.worlds.network.client.agreement import AgreedRun, AgreementChecks
-from dure.worlds.network.client.audit import Audit
-from dure.worlds.network.client.evaluations import Evaluations
-from dure.worlds.network.client.link import Answer
+from dure.worlds.network.client.audit import AuditLog
+from dure.worlds.network.client.evaluations import EvaluationBound
+from dure.worlds.network.client.link import HttpAnswer
 from dure.worlds.network.client.policy import Policy
 from dure.worlds.network.client.quota import Quota
 from dure.worlds.network.client.session import Session
-from dure.worlds.network.client.state import About, ClientState
+from dure.worlds.network.client.state import ClientState, FolderOwner
 from small import small_task
 
 DIGEST = "ab" * 32
@@ -96,16 +96,16 @@ class Server:
         self.asked: list[tuple[str, Any]] = []
         session._link.request = self.request  # type: ignore[method-assign]
 
-    def request(self, method: str, path: str, body: bytes = b"", *_: Any, **__: Any) -> Answer:
+    def request(self, method: str, path: str, body: bytes = b"", *_: Any, **__: Any) -> HttpAnswer:
         self.asked.append((path, json.loads(body) if body else None))
         if path == "/v1/failures":
-            return Answer(204, {}, b"")
-        return Answer(200, {}, to_json(self.answers.pop(0)))
+            return HttpAnswer(204, {}, b"")
+        return HttpAnswer(200, {}, to_json(self.answers.pop(0)))
 
 
 @contextmanager
 def site(folder: Path, policy: Policy) -> Iterator[tuple[ClientSite, Server]]:
-    with ClientState(folder) as kept, Audit(folder / "audit.jsonl") as audit:
+    with ClientState(folder) as kept, AuditLog(folder / "audit.jsonl") as audit:
         session = Session(
             "http://127.0.0.1:1", context=None, state=kept, audit=audit, stop=threading.Event()
         )
@@ -163,7 +163,7 @@ def test_a_server_may_be_moved_and_be_tuned(name: str, tmp_path: Path) -> None:
 def test_a_site_keeps_its_number(tmp_path: Path) -> None:
     with site(tmp_path, Policy()) as (one, server):
         agrees(one, server, replace(WELCOME, client=-1))
-        one.kept.enter(About("http://127.0.0.1:1", "run-1", 1, ""))
+        one.kept.enter(FolderOwner("http://127.0.0.1:1", "run-1", 1, ""))
         server.answers += [WELCOME, replace(WELCOME, client=2)]
         one.session.check_in(CheckIn(2, "ward", 5))
         with pytest.raises(PolicyError, match=r"is client 1 .* calls it client 2"):
@@ -299,23 +299,23 @@ def test_a_site_measures_so_many_models_of_a_round(tmp_path: Path) -> None:
     policy = Policy(evaluations_per_round=2, smallest_test_set=5)
     models = ["a" * 64, "b" * 64, "c" * 64]
     with ClientState(tmp_path) as state:
-        one = Evaluations(policy, state, "run-1")
+        one = EvaluationBound(policy, state, "run-1")
         assert [bool(one.refusal(3, model, 5)) for model in models] == [False, False, True]
         # Asked again, since an answer was lost.
         assert one.refusal(3, models[0], 5) == ""
         assert "at least 5 examples, and here are 4" in one.refusal(4, models[0], 4)
     with ClientState(tmp_path) as state:
-        again = Evaluations(policy, state, "run-1")
+        again = EvaluationBound(policy, state, "run-1")
         assert "2 evaluations a round" in again.refusal(3, models[2], 5)
         assert again.refusal(3, models[1], 5) == ""
         assert again.refusal(4, models[2], 5) == ""
         assert "of round 4 was measured" in again.refusal(2, models[2], 5)
-        assert Evaluations(policy, state, "run-2").refusal(0, models[2], 5) == ""
+        assert EvaluationBound(policy, state, "run-2").refusal(0, models[2], 5) == ""
 
 
 def test_without_bounds_nothing_is_counted(tmp_path: Path) -> None:
     with ClientState(tmp_path) as state:
-        one = Evaluations(Policy(), state, "run-1")
+        one = EvaluationBound(Policy(), state, "run-1")
         assert not any(one.refusal(round, "a" * 64, 1) for round in (5, 1, 5))
         assert not list(tmp_path.glob("evaluations-*"))
 
@@ -347,7 +347,7 @@ def test_a_model_is_not_fetched_that_would_not_fit(tmp_path: Path) -> None:
 
 
 def test_a_log_that_is_full_keeps_messages_back(tmp_path: Path) -> None:
-    with Audit(tmp_path / "audit.jsonl") as audit:
+    with AuditLog(tmp_path / "audit.jsonl") as audit:
         audit.quota = Quota(tmp_path, 300)
         audit.record("check-in", b"hello")
         with pytest.raises(PolicyError, match="a line of the log"):

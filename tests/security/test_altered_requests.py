@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.worlds.network.server.access import Access
-from dure.worlds.network.server.conduct import Limits
+from dure.worlds.network.server.access import AccessControl
+from dure.worlds.network.server.rate_limits import RateLimits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "worlds" / "network"))
 from fuzzed import DIGEST, STREAM, TICKET, Request, Target
 
-MANY = 3 * Limits().refusals
+MANY = 3 * RateLimits().refusals
 
 RESERVE = {
     "ticket": TICKET,
@@ -37,7 +37,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 @pytest.fixture(autouse=True)
 def strict(target: Target) -> None:
     """As served by default: with a quarantine after 20 refusals, which nobody has had yet."""
-    fresh = Access(target.register, "open")
+    fresh = AccessControl(target.register, "open")
     target.access._conducts = fresh._conducts
     target.access._addresses = fresh._addresses
 

@@ -18,7 +18,7 @@ from dure.report import document
 from dure.report.formatting import escape
 from dure.wire.boxes import check_name
 from dure.wire.requests import Refusal, to_json
-from dure.worlds.network.client.link import own_words
+from dure.worlds.network.client.link import refusal_reason
 from dure.worlds.network.server.log_lines import JsonLines, as_json
 from dure.worlds.network.server.register import EnrolError, clean_name
 
@@ -75,7 +75,9 @@ def test_names_of_people_and_places_stay_as_they_are(text: str) -> None:
 def test_every_place_that_shows_text_of_peers(text: str) -> None:
     reason = f"b{text}e"
     assert is_harmless(in_words("failed", {"round": 1, "why": reason, "error": reason}))
-    assert is_harmless(own_words(to_json(Refusal(reason.encode(errors="replace").decode()))) or "")
+    assert is_harmless(
+        refusal_reason(to_json(Refusal(reason.encode(errors="replace").decode()))) or ""
+    )
     assert is_harmless(escape(reason).replace("\n", ""))
     data = document.as_json({"name": reason})
     shown = json.loads(data)["name"]

@@ -30,7 +30,7 @@ from dure.wire.signatures import (
     is_signed,
 )
 from dure.worlds.network.client.policy import Policy
-from dure.worlds.network.server.access import Access, Refused
+from dure.worlds.network.server.access import AccessControl, RequestRefused
 from dure.worlds.network.server.register import Register
 
 P = 2**255 - 19
@@ -116,10 +116,10 @@ def test_a_key_of_small_order_is_taken_nowhere(weak: str, tmp_path: Path) -> Non
         claim_of(headers)
     assert not is_proven(weak, forged.hex(), "token", "ward", None)
     with Register(tmp_path / "clients.db", clients=2) as register:
-        access = Access(register, "open")
-        with pytest.raises(Refused, match="anybody could sign"):
+        access = AccessControl(register, "open")
+        with pytest.raises(RequestRefused, match="anybody could sign"):
             access.enrol(Enrol(token="", key=weak, proof=forged.hex(), name="ward"))
-        with pytest.raises(Refused, match="anybody could sign"):
+        with pytest.raises(RequestRefused, match="anybody could sign"):
             access.admit(headers, "GET", "/v1/next", "127.0.0.1")
     # What people write: an owner, an identity, a list of clients.
     with pytest.raises(ValueError, match="anybody could sign"):

@@ -35,7 +35,7 @@ from dure.wire.requests import (
     Welcome,
     from_json,
 )
-from dure.worlds.network.client.link import Answer, Link, UnfitMessageError
+from dure.worlds.network.client.link import HttpAnswer, HttpLink, UnfitMessageError
 from dure.worlds.network.client.session import Session
 from dure.worlds.network.client.state import ClientState
 
@@ -210,13 +210,13 @@ def hearing(*bodies: bytes) -> Iterator[tuple[Session, list[str]]]:
         session = Session(
             "http://127.0.0.1:1", context=None, state=state, audit=None, stop=threading.Event()
         )
-        link: Link = session._link
+        link: HttpLink = session._link
         # A server that was right once: pages of others would be waited for.
         link.known = True
 
-        def request(method: str, path: str, *_: Any, **__: Any) -> Answer:
+        def request(method: str, path: str, *_: Any, **__: Any) -> HttpAnswer:
             asked.append(path)
-            return Answer(200, {}, left.pop(0))
+            return HttpAnswer(200, {}, left.pop(0))
 
         link.request = request  # type: ignore[method-assign]
         try:

@@ -19,9 +19,13 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from dure.worlds.network.server import serving
-from dure.worlds.network.server.access import Access, Refused
-from dure.worlds.network.server.at_once import MOST_OF_ADDRESS, MOST_OF_CLIENT, AtOnce
-from dure.worlds.network.server.sparing import MOST_LINES
+from dure.worlds.network.server.access import AccessControl, RequestRefused
+from dure.worlds.network.server.concurrency_limits import (
+    MOST_OF_ADDRESS,
+    MOST_OF_CLIENT,
+    ConcurrencyLimits,
+)
+from dure.worlds.network.server.log_rate_limit import MOST_LINES
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "worlds" / "network"))
@@ -72,7 +76,7 @@ PATHS = st.sampled_from(
 def test_an_unsigned_request_to_any_path_is_answered_alike(
     path: str, other: str, host: str, channels: Any
 ) -> None:
-    fresh = Access(channels.access.register, "open")
+    fresh = AccessControl(channels.access.register, "open")
     channels.access._addresses = fresh._addresses
     for lines in ("", UPGRADE):
         first = asked(channels.port, path, lines, host)
@@ -149,7 +153,7 @@ def test_a_stranger_may_not_send_a_long_body(size: int, chunked: bool, target: T
 
 
 def test_so_many_requests_are_under_way_and_no_more() -> None:
-    counted = AtOnce()
+    counted = ConcurrencyLimits()
     under_way: list[Any] = []
     for who, most in (("stranger", MOST_OF_ADDRESS), (3, MOST_OF_CLIENT)):
 
@@ -159,7 +163,7 @@ def test_so_many_requests_are_under_way_and_no_more() -> None:
             return one
 
         under_way += [begin() for _ in range(most)]
-        with pytest.raises(Refused, match="under way"):
+        with pytest.raises(RequestRefused, match="under way"):
             begin()
         # Others are not held up by it, and neither is who comes again later.
         with counted.of_client(4), counted.of_stranger("another"):

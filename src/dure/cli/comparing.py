@@ -33,7 +33,7 @@ from dure.cli.running import (
     start_fork_server,
 )
 from dure.errors import text_of
-from dure.worlds.launched import leads_here
+from dure.worlds.launcher_environment import leads_here
 
 if TYPE_CHECKING:
     from dure.contracts.stop import Stop

@@ -63,7 +63,7 @@ from dure.cli.running import (
 from dure.errors import DureError, WorkerFailedError, described, suggestion, text_of
 from dure.machine.memory import enable_huge_pages
 from dure.machine.streams import open_streams, reader_is_gone
-from dure.worlds.launched import under_torchrun
+from dure.worlds.launcher_environment import under_torchrun
 from dure.worlds.processes.fork_server import server
 
 server.keeps_here("dure.cli")

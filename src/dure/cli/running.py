@@ -16,7 +16,7 @@ from dure.cli.flags import LimitOptions, ResumeOptions, parse_flags
 from dure.cli.interrupts import interrupts_raise
 from dure.errors import DureError, suggestion
 from dure.peer_text import printable
-from dure.worlds.launched import leads_here, under_torchrun
+from dure.worlds.launcher_environment import leads_here, under_torchrun
 from dure.worlds.processes.fork_server import server
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from dure.run.registry import (
     strategy_class,
     world_class,
 )
-from dure.worlds.launched import under_torchrun
+from dure.worlds.launcher_environment import under_torchrun
 from dure.worlds.processes.world import Processes
 from dure.worlds.simulated import Simulated
 from dure.worlds.threads import Threads

@@ -31,8 +31,8 @@ from dure.wire.owners_roster import OwnersRoster, PinnedOwnersRoster
 from dure.wire.requests import CheckIn, Welcome
 from dure.wire.roster import read_identities
 from dure.worlds.network.client.agreement import AgreedRun, AgreementChecks
-from dure.worlds.network.client.audit import Audit
-from dure.worlds.network.client.connection import place_of
+from dure.worlds.network.client.audit import AuditLog
+from dure.worlds.network.client.connection import server_address_of
 from dure.worlds.network.client.policy import Policy
 from dure.worlds.network.client.session import Session
 from dure.worlds.network.client.state import ClientState
@@ -105,7 +105,7 @@ class ClientSite(NamedTuple):
     reach: ConnectionOptions
     owner: str
     """Owner whose signature the roster needs; empty if the site knows no owner."""
-    audit: Audit | None = None
+    audit: AuditLog | None = None
     """Log of outgoing messages; None without a folder."""
 
     def look(self, said: CheckIn) -> Welcome:
@@ -287,7 +287,7 @@ def opened(
         kept = ending.enter_context(ClientState(folder))
         audit = None
         if folder is not None:
-            audit = Audit(folder / "audit.jsonl")
+            audit = AuditLog(folder / "audit.jsonl")
             ending.callback(audit.close)
         session = Session(
             url,
@@ -311,7 +311,7 @@ def opened(
 
 def _check_secure(url: str, insecure: bool) -> None:
     """Raise ValueError for a server without TLS whose traffic other machines can read."""
-    place = place_of(url)
+    place = server_address_of(url)
     if not (place.secure or insecure or is_loopback(place.host)):
         raise ValueError(
             f"{url} is without TLS: on the way to {place.host} others can read the token, and "

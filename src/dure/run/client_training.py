@@ -62,8 +62,8 @@ from dure.wire.requests import (
     Welcome,
 )
 from dure.wire.tensors import TensorSpec, digest_of, forms_of, size_of
-from dure.worlds.network.client.evaluations import Evaluations
-from dure.worlds.network.client.loop import Answered
+from dure.worlds.network.client.evaluations import EvaluationBound
+from dure.worlds.network.client.loop import TrainedAssignment
 from dure.worlds.network.client.policy import Policy
 from dure.worlds.network.client.session import NotWantedError, Session
 
@@ -95,7 +95,7 @@ class ClientTraining:
     threads: int = 1
     holds: bool = False
     policy: Policy = field(default_factory=Policy)
-    evaluations: Evaluations | None = None
+    evaluations: EvaluationBound | None = None
     sums: SecureClientContext | None = None
     ask: ReferencePolicy = refuse
     _began: dict[int, float] = field(default_factory=dict)
@@ -243,7 +243,7 @@ class ClientTraining:
 
     def train(
         self, train: Train, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
-    ) -> Answered:
+    ) -> TrainedAssignment:
         reasons = [*self._beyond()]
         if reasons:
             raise PolicyError(f"round {train.round + 1} is not trained here: {'; '.join(reasons)}")
@@ -280,7 +280,7 @@ class ClientTraining:
         memory = to_cpu(self.clients.keeps(train.ticket))
         # A skipped update is sent nowhere, and must not replace the last one that entered a sum.
         keep = not self.clients.sits_out(train.ticket)
-        return Answered(reserve, named, memory, keep)
+        return TrainedAssignment(reserve, named, memory, keep)
 
     def _tell_bad_values(self) -> None:
         """Warn once of bad values in this site's data; the server does not learn the columns."""

@@ -29,7 +29,7 @@ from dure.run.compare import COMPARISON, Comparison, execute_and_record, write_c
 from dure.run.config import run_request_in
 from dure.run.train import all_callbacks, reload_task, resume
 from dure.run.trusted_code import ReferenceGuard
-from dure.worlds.launched import leads_here
+from dure.worlds.launcher_environment import leads_here
 
 
 def _ignore(label: str, event: dict[str, Any]) -> None:

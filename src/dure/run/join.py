@@ -25,10 +25,10 @@ from dure.split.network.site import SiteLimits
 from dure.split.strategy import Split
 from dure.split.vertical import VerticalSplit
 from dure.tensors.frozen import frozen_of
-from dure.worlds.network.client.evaluations import Evaluations
+from dure.worlds.network.client.evaluations import EvaluationBound
 from dure.worlds.network.client.link import StoppedError
-from dure.worlds.network.client.loop import Loop
-from dure.worlds.network.client.spent_on_disk import SpentOnDisk
+from dure.worlds.network.client.loop import ClientLoop
+from dure.worlds.network.client.stored_spent_models import StoredSpentModels
 
 CHECK_SECONDS = 10.0
 """Seconds for which a check retries an unreachable server."""
@@ -117,14 +117,14 @@ def join(
         welcome = session.check_in(training.enter())
         signed = site.enter(welcome)
         training.policy = policy
-        training.evaluations = Evaluations(policy, kept, welcome.run)
+        training.evaluations = EvaluationBound(policy, kept, welcome.run)
         training.sums = SecureClientContext(
             run=welcome.run,
             refuses=lambda reason: on_progress("left", {"why": reason}),
             key=session.key,
             identities=signed,
             smallest_cohort=policy.smallest_cohort,
-            spent=SpentOnDisk(kept),
+            spent=StoredSpentModels(kept),
         )
         if trust := site.trust(welcome):
             on_progress("trust", {"in": trust})
@@ -155,7 +155,7 @@ def join(
         if frozen and not kept.temporary:
             kept.keep_frozen(frozen)
         with threads(training.threads), deferred_compiler():
-            return Loop(session, training, on_progress, site.closed).run()
+            return ClientLoop(session, training, on_progress, site.closed).run()
 
 
 def stopped() -> type[Exception]:

@@ -52,7 +52,7 @@ from dure.references import ReferencePolicy
 from dure.run.argument_checks import missing_instance_hint
 from dure.settings import can_be_read
 from dure.split.leakage import Defence, parse_defence
-from dure.worlds.launched import under_torchrun
+from dure.worlds.launcher_environment import under_torchrun
 from dure.worlds.processes.world import Processes
 
 Base = TypeVar("Base", Strategy, World)

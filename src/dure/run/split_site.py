@@ -54,8 +54,8 @@ from dure.wire.boxes import BoxKey
 from dure.wire.requests import Welcome
 from dure.wire.roster import PinnedRoster
 from dure.wire.tensors import digest_of
-from dure.worlds.network.client.channel import OverError
-from dure.worlds.network.client.failure import what_is_told
+from dure.worlds.network.client.channel import RunEndedError
+from dure.worlds.network.client.failure import failure_report
 from dure.worlds.network.client.link import RefusedError, StoppedError
 from dure.worlds.network.client.session import Session
 from dure.worlds.network.client.state import ClientState
@@ -102,7 +102,7 @@ def take_part(
                 with channel:
                     event("joined", {"client": welcome.client})
                     site.talks(channel)
-            except OverError as over:
+            except RunEndedError as over:
                 # The box key is deleted: a later thief cannot open this run's heads with it.
                 site.export()
                 if not kept.temporary:
@@ -116,7 +116,7 @@ def take_part(
             except (Exception, SystemExit) as error:
                 # Report the failure at once, so that the server need not wait for this client.
                 with suppress(Exception), session.channel() as other:
-                    told = what_is_told(0, error, share_errors, kept.folder)
+                    told = failure_report(0, error, share_errors, kept.folder)
                     failed = ClientFailed(_in_words(told))
                     say(other, site.hello, encode(site.hello))
                     say(other, failed, encode(failed))

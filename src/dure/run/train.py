@@ -57,7 +57,7 @@ from dure.tasks.dtypes import check_dtypes
 from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
 from dure.tasks.parts import check_whole, parts_of
 from dure.tensors.supported import check_supported
-from dure.worlds.launched import leads_here
+from dure.worlds.launcher_environment import leads_here
 from dure.worlds.processes.fork_server import server
 
 server.begins_with("dure.run.drive")  # what a rank runs

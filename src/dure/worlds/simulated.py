@@ -54,8 +54,8 @@ from dure.protocol.messages import (
     nbytes,
 )
 from dure.randomness.seeds import derive
-from dure.worlds.here import run_here
-from dure.worlds.launched import refuse_under_torchrun
+from dure.worlds.in_process import run_in_process
+from dure.worlds.launcher_environment import refuse_under_torchrun
 
 Value = TypeVar("Value")
 
@@ -98,13 +98,13 @@ class Simulated(Conditions, World):
         def here(place: RankContext) -> Value:
             place.conditions = self
             # The program makes the clients, and gets a carrier to them.
-            place.carrier = lambda clients, seed: Simulation(self, clients, seed)
+            place.carrier = lambda clients, seed: FederationSimulation(self, clients, seed)
             return program(place)
 
-        return run_here(here, report, "server", self.kind, is_worker=False)
+        return run_in_process(here, report, "server", self.kind, is_worker=False)
 
 
-class Underway(NamedTuple):
+class SimulatedAssignment(NamedTuple):
     """Assignment in progress.
 
     Args:
@@ -157,7 +157,7 @@ class Underway(NamedTuple):
         )
 
 
-class Simulation:
+class FederationSimulation:
     """Virtual clock, event queue and carrier of a simulated federation.
 
     The carrier passes messages between coordinator and clients by reference.
@@ -178,8 +178,8 @@ class Simulation:
         self._queue: list[tuple[float, int, int]] = []
         """(time, number in order of creation, assignment id)."""
         self._made = 0
-        self._underway: dict[int, Underway] = {}
-        self._arrived: dict[int, Underway] = {}
+        self._underway: dict[int, SimulatedAssignment] = {}
+        self._arrived: dict[int, SimulatedAssignment] = {}
         self.budget = TransferBudget(conditions.bytes_each)
         self.link = ServerLink(conditions.server_mbit)
         self._gone: set[int] = set()
@@ -469,7 +469,7 @@ class Simulation:
         elif known.drop_out and self._drawn("drop out", assignment.ticket) < known.drop_out:
             ends = now + self._drawn("dropped out when", assignment.ticket) * (ends - now)
             reason = DROPPED
-        self._underway[assignment.ticket] = Underway(
+        self._underway[assignment.ticket] = SimulatedAssignment(
             client=client,
             round=assignment.round,
             began=now,
@@ -530,18 +530,18 @@ def _refused(ticket: int, actions: Sequence[Action]) -> bool:
     return any(isinstance(action, Refuse) and action.ticket == ticket for action in actions)
 
 
-def _written(flights: dict[int, Underway]) -> dict[int, dict[str, Any]]:
+def _written(flights: dict[int, SimulatedAssignment]) -> dict[int, dict[str, Any]]:
     return {
         ticket: {**flight._asdict(), "work": flight.work._asdict()}
         for ticket, flight in flights.items()
     }
 
 
-def _read(written: dict[int, dict[str, Any]]) -> dict[int, Underway]:
+def _read(written: dict[int, dict[str, Any]]) -> dict[int, SimulatedAssignment]:
     return {ticket: _underway(one) for ticket, one in written.items()}
 
 
-def _underway(one: Mapping[str, Any]) -> Underway:
+def _underway(one: Mapping[str, Any]) -> SimulatedAssignment:
     # Checkpoints of dure up to 0.1 lack the server's link.
     lasts = one.get("lasts", one["transfer"] + one["compute"])
-    return Underway(**{**one, "lasts": lasts, "work": AssignmentCost(**one["work"])})
+    return SimulatedAssignment(**{**one, "lasts": lasts, "work": AssignmentCost(**one["work"])})

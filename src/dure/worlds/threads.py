@@ -14,8 +14,8 @@ from typing import Any, ClassVar, TypeVar
 from dure.contracts.strategy import Kind, RankContext, World
 from dure.machine.cores import available_cores
 from dure.machine.devices import default_devices, device_of
-from dure.worlds.here import run_here
-from dure.worlds.launched import refuse_under_torchrun
+from dure.worlds.in_process import run_in_process
+from dure.worlds.launcher_environment import refuse_under_torchrun
 
 Value = TypeVar("Value")
 
@@ -79,4 +79,6 @@ class Threads(World):
     ) -> Value:
         assert self.devices is not None
         devices = tuple(map(device_of, self.devices))
-        return run_here(program, report, "master", kind=self.kind, devices=devices, is_worker=False)
+        return run_in_process(
+            program, report, "master", kind=self.kind, devices=devices, is_worker=False
+        )

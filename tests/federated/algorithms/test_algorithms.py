@@ -31,7 +31,7 @@ from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.strategy import Federated
 from dure.protocol.messages import Update
 from dure.tensors.flat import FlatParameters
-from dure.worlds.simulated import Simulation
+from dure.worlds.simulated import FederationSimulation
 from small import examples, largest_difference, network, same_bits, small_task
 
 ENGINE = pytest.mark.parametrize("engine", ["loop", "batched"])
@@ -63,7 +63,7 @@ def learner(
 
 def clients_of(one: FederatedServer) -> FederatedClients:
     """The other half, which the simulation has."""
-    assert isinstance(one.carrier, Simulation)
+    assert isinstance(one.carrier, FederationSimulation)
     assert isinstance(one.carrier.clients, FederatedClients)
     return one.carrier.clients
 

@@ -6,10 +6,10 @@ import sys
 import threading
 from pathlib import Path
 
-from dure.worlds.network.clock import Clock
+from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Journal
 
-journal = Journal(Path(sys.argv[1]), Clock(), "run")
+journal = Journal(Path(sys.argv[1]), FederationClock(), "run")
 
 
 def append(name: str) -> None:

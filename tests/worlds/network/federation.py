@@ -16,7 +16,7 @@ from typing import Any
 import dure
 from dure.run.join import join
 from dure.wire.certificates import issue_client, pair_in
-from dure.worlds.network.server.serving import Serving
+from dure.worlds.network.server.serving import HttpServer
 from dure.worlds.network.world import Network
 from small import small_task
 
@@ -127,7 +127,7 @@ def got(
 @contextmanager
 def served(app: Any) -> Iterator[Callable[..., tuple[int, str]]]:
     """Serves an application on loopback, and gives what asks it: (path, headers)."""
-    serving = Serving(app, "127.0.0.1", 0, None)
+    serving = HttpServer(app, "127.0.0.1", 0, None)
     try:
         yield lambda path, headers={}: got(f"http://127.0.0.1:{serving.port}{path}", headers)
     finally:

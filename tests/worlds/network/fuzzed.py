@@ -25,17 +25,17 @@ from dure.wire.requests import Machine, ProtocolStepBody, TaskDescription, Train
 from dure.wire.signatures import NONCE, Key, Signer, digest_of
 from dure.wire.tensors import digest_of as digest_of_tensors
 from dure.wire.tensors import forms_of, pieces
-from dure.worlds.network.clock import Clock
+from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server import desk as desk_module
-from dure.worlds.network.server.access import Access
+from dure.worlds.network.server import outbox as desk_module
+from dure.worlds.network.server.access import AccessControl
 from dure.worlds.network.server.app import App
-from dure.worlds.network.server.attendance import Served
-from dure.worlds.network.server.conduct import Limits
-from dure.worlds.network.server.desk import Desk
+from dure.worlds.network.server.blob_cache import BlobCache
+from dure.worlds.network.server.outbox import ClientOutbox
+from dure.worlds.network.server.rate_limits import RateLimits
 from dure.worlds.network.server.register import FILE, Register
-from dure.worlds.network.server.serving import Serving
-from dure.worlds.network.server.shelf import Shelf
+from dure.worlds.network.server.serving import HttpServer
+from dure.worlds.network.server.sessions import ServedRun
 from dure.worlds.network.updates import Updates
 
 PLACES = 4
@@ -69,17 +69,17 @@ class Target:
         enter = self.ending.enter_context
         # Nobody is taken for gone meanwhile, which would be written too.
         enter(mock.patch.object(desk_module, "GRACE", 1e9))
-        clock = Clock()
+        clock = FederationClock()
         self.journal = Journal(self.folder, clock)
         self.ending.callback(self.journal.close)
         self.updates = Updates(self.folder / "updates")
-        self.desk = Desk(clock.now)
-        self.shelf = Shelf()
+        self.desk = ClientOutbox(clock.now)
+        self.shelf = BlobCache()
         self.register = enter(Register(self.folder / FILE, PLACES))
         # No hurry and no quarantine: each request is to be looked at.
-        limits = Limits(rate=1e9, burst=1e9, refusals=10**9)
-        self.access = Access(self.register, "open", limits)
-        served = Served(
+        limits = RateLimits(rate=1e9, burst=1e9, refusals=10**9)
+        self.access = AccessControl(self.register, "open", limits)
+        served = ServedRun(
             run="run",
             clients=PLACES,
             strategy={"name": "fed-avg"},
@@ -92,7 +92,7 @@ class Target:
             samples=lambda examples: 2 * examples,
         )
         self.app = App(served, self.desk, self.shelf, self.journal, self.updates, self.access)
-        self.serving = Serving(self.app.asgi(), "127.0.0.1", 0, None, self.app.lives_in)
+        self.serving = HttpServer(self.app.asgi(), "127.0.0.1", 0, None, self.app.lives_in)
         self.ending.callback(self.serving.stop)
         self.desk.open.set()
         self.shelf.put(TENSORS)

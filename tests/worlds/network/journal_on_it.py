@@ -13,7 +13,7 @@ from pathlib import Path
 
 from forgetful_disk import what_it_has
 
-from dure.worlds.network.clock import Clock
+from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Event, Journal
 
 folder, left_out = Path(sys.argv[1]), sys.argv[2]
@@ -33,7 +33,7 @@ def lost() -> None:
 
 
 def events_in(place: Path) -> list[Event]:
-    again = Journal(place, Clock(), "run")
+    again = Journal(place, FederationClock(), "run")
     again.read_from(0)
     found = []
     while again.behind:
@@ -51,7 +51,7 @@ def writes(name: str) -> None:
 
 
 told: list[Event] = []
-open_journal = Journal(folder, Clock(), "run")
+open_journal = Journal(folder, FederationClock(), "run")
 if left_out == "full":
     open_journal._writer.execute("PRAGMA synchronous=NORMAL")
 open_journal._writer.execute("PRAGMA wal_autocheckpoint=20")
@@ -62,7 +62,7 @@ for thread in threads:
 for thread in threads:
     thread.join()
 open_journal.close()
-open_journal = Journal(folder, Clock(), "run")
+open_journal = Journal(folder, FederationClock(), "run")
 lost()
 writes("again")
 print("wrote", len(told))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.worlds.network.clock import Clock
+from dure.worlds.network.clock import FederationClock
 
 
 class Other:
@@ -20,7 +20,7 @@ class Other:
 
 def test_it_stands_until_it_is_told_to_run() -> None:
     other = Other()
-    clock = Clock(5.0, other)
+    clock = FederationClock(5.0, other)
     other.at += 3
     assert clock.now() == 5.0
     clock.run()
@@ -30,7 +30,7 @@ def test_it_stands_until_it_is_told_to_run() -> None:
 
 def test_it_stands_for_as_long_as_it_is_held_and_then_runs() -> None:
     other = Other()
-    clock = Clock(0.0, other)
+    clock = FederationClock(0.0, other)
     clock.begin_at(7.5)
     clock.hold(10.0)
     other.at += 9
@@ -41,7 +41,7 @@ def test_it_stands_for_as_long_as_it_is_held_and_then_runs() -> None:
 
 def test_a_shorter_hold_or_a_run_does_not_end_a_longer_one() -> None:
     other = Other()
-    clock = Clock(0.0, other)
+    clock = FederationClock(0.0, other)
     clock.hold(10.0)
     other.at += 1
     clock.hold(2.0)
@@ -53,7 +53,7 @@ def test_a_shorter_hold_or_a_run_does_not_end_a_longer_one() -> None:
 
 
 def test_it_begins_nowhere_before_where_it_is() -> None:
-    clock = Clock(3.0)
+    clock = FederationClock(3.0)
     clock.begin_at(2.0)
     assert clock.now() == 3.0
 
@@ -69,7 +69,7 @@ def test_it_begins_nowhere_before_where_it_is() -> None:
 )
 def test_it_never_runs_back_and_never_ahead_of_the_other(steps: list[tuple[str, float]]) -> None:
     other = Other()
-    clock = Clock(0.0, other)
+    clock = FederationClock(0.0, other)
     before, most = clock.now(), 0.0
     for what, seconds in steps:
         if what == "pass":

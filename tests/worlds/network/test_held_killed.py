@@ -17,8 +17,8 @@ from toy_sums import Played, install, note, noted, playing
 import dure
 from dure.protocol.messages import ProtocolAnswer, ProtocolStep
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server.exchanging import Exchanging
-from dure.worlds.network.server.once import Once
+from dure.worlds.network.server.durable_once import DurableOnce
+from dure.worlds.network.server.protocol_steps import ProtocolSteps
 from small import small_task
 
 PLAN = Plan(
@@ -50,28 +50,28 @@ def before_the_event(notes: Path) -> None:
 
 
 def after_the_event(notes: Path) -> None:
-    named = Once._named
+    named = DurableOnce._named
 
-    def names(self: Once, *about: Any) -> Any:
+    def names(self: DurableOnce, *about: Any) -> Any:
         if len(noted(notes, "made")) == 2:
             kill(notes)
         return named(self, *about)
 
-    Once._named = names  # type: ignore[method-assign]
+    DurableOnce._named = names  # type: ignore[method-assign]
 
 
 def within_a_step(notes: Path) -> None:
     """Two of three have answered step 1."""
-    answers = Exchanging._answer
+    answers = ProtocolSteps._answer
     counted: list[int] = []
 
-    def answer(self: Exchanging, say: ProtocolStep, answered: Any) -> ProtocolAnswer | None:
+    def answer(self: ProtocolSteps, say: ProtocolStep, answered: Any) -> ProtocolAnswer | None:
         counted.append(say.stage)
         if counted.count(1) == 3 + 2:
             kill(notes)
         return answers(self, say, answered)
 
-    Exchanging._answer = answer  # type: ignore[method-assign]
+    ProtocolSteps._answer = answer  # type: ignore[method-assign]
 
 
 def begins(notes: Path, kills: Callable[[Path], None]) -> None:

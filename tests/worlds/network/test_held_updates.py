@@ -22,8 +22,8 @@ import dure
 from dure.errors import PolicyError
 from dure.protocol.messages import ProtocolAnswer, ProtocolStep
 from dure.worlds.network.client.audit import verify
-from dure.worlds.network.server import desk
-from dure.worlds.network.trees import Trees
+from dure.worlds.network.server import outbox
+from dure.worlds.network.tree_files import TreeFiles
 from small import diverging_task, small_task
 
 STRATEGY = dure.FedAvg(clients=3, batch_size=4)
@@ -69,7 +69,7 @@ def totals(folder: Path) -> list[dict[str, Any]]:
     with closing(sqlite3.connect(folder / "run" / "journal.db")) as journal:
         rows = journal.execute("SELECT body FROM events WHERE kind = 'once' ORDER BY seq")
         made = [json.loads(body) for (body,) in rows]
-    trees = Trees(folder / "run" / "once")
+    trees = TreeFiles(folder / "run" / "once")
     return [trees.read(one["number"], one["digest"]) for one in made]
 
 
@@ -187,7 +187,7 @@ def test_who_never_answers_is_waited_for_until_the_time_is_up(notes: Path, tmp_p
 def test_who_hangs_up_is_waited_for_no_longer_than_a_grace(
     notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desk, "GRACE", 0.5)
+    monkeypatch.setattr(outbox, "GRACE", 0.5)
     gone: list[Played] = []
 
     def leaves(say: ProtocolStep, honest: Any) -> ProtocolAnswer | None:

@@ -18,13 +18,15 @@ from hypothesis import strategies as st
 
 from dure.errors import RunFolderError, RunFolderWriteError
 from dure.worlds.network import journal as module
-from dure.worlds.network.clock import Clock
+from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Event, Journal, backup
 
 
 @contextmanager
-def opened(folder: Path, run: str = "run", clock: Clock | None = None) -> Iterator[Journal]:
-    with closing(Journal(folder, clock or Clock(), run)) as journal:
+def opened(
+    folder: Path, run: str = "run", clock: FederationClock | None = None
+) -> Iterator[Journal]:
+    with closing(Journal(folder, clock or FederationClock(), run)) as journal:
         yield journal
 
 
@@ -59,7 +61,7 @@ def test_every_life_of_a_server_gets_the_same_rows(steps: list[tuple[str, int]])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         written: list[Event] = []
-        journal = Journal(folder, Clock(), "run")
+        journal = Journal(folder, FederationClock(), "run")
         position = forgotten = 0
         for what, number in steps:
             if what == "append":
@@ -77,7 +79,7 @@ def test_every_life_of_a_server_gets_the_same_rows(steps: list[tuple[str, int]])
                 journal.forget_before(forgotten + 1).result()
             else:
                 journal.close()
-                journal = Journal(folder, Clock(), "run")
+                journal = Journal(folder, FederationClock(), "run")
                 assert (journal.last, journal.resumed) == (len(written), bool(written))
                 position = max(forgotten, position - number)
                 journal.read_from(position)
@@ -91,7 +93,7 @@ def test_every_life_of_a_server_gets_the_same_rows(steps: list[tuple[str, int]])
 
 def test_rows_of_many_threads_have_an_order_without_gaps(tmp_path: Path) -> None:
     acknowledged: list[Event] = []
-    clock = Clock()
+    clock = FederationClock()
     with opened(tmp_path, clock=clock) as journal:
         clock.run()
 
@@ -145,14 +147,14 @@ def test_who_waits_gets_the_row_when_it_comes(tmp_path: Path) -> None:
 
 def test_the_clock_goes_on_from_the_last_row(tmp_path: Path) -> None:
     seconds = iter(range(100, 1000, 10))
-    clock = Clock(0.0, lambda: float(next(seconds)))
+    clock = FederationClock(0.0, lambda: float(next(seconds)))
     with opened(tmp_path, clock=clock) as journal:
         clock.run()
         last = journal.write("tick")
         assert last.at > 0
         journal.next(0)
         journal.forget_before(2).result()
-    clock = Clock()
+    clock = FederationClock()
     with opened(tmp_path, clock=clock) as journal:
         assert clock.now() == last.at
         assert journal.write("tick").at == last.at
@@ -166,7 +168,7 @@ def test_whoever_gave_up_before_it_began_is_not_written_and_harms_nobody(tmp_pat
         go_on.wait(30)
         return 0.0
 
-    clock = Clock(0.0, waits)
+    clock = FederationClock(0.0, waits)
     go_on.set()
     with opened(tmp_path, clock=clock) as journal:
         go_on.clear()
@@ -284,7 +286,7 @@ def test_all_that_was_acknowledged_is_there_after_a_kill(tmp_path: Path, monkeyp
         assert child.stdout is not None
         lines = [child.stdout.readline() for _ in range(50)]
         with pytest.raises(RunFolderError, match="another process serves the run"):
-            Journal(tmp_path, Clock(), "run")
+            Journal(tmp_path, FederationClock(), "run")
         backup(tmp_path, tmp_path / "copy.db")
         child.kill()
         # The last one may have been cut off.
@@ -320,10 +322,10 @@ def test_another_run_and_another_version_are_refused_by_name(tmp_path: Path) -> 
     with opened(tmp_path, "mine"):
         pass
     with pytest.raises(RunFolderError, match=r"of another run \(mine\) than this folder's \(its\)"):
-        Journal(tmp_path, Clock(), "its")
+        Journal(tmp_path, FederationClock(), "its")
     changed(tmp_path, "UPDATE about SET value = '99' WHERE name = 'version'")
     with pytest.raises(RunFolderError, match="is of version 99, and this dure reads version 1"):
-        Journal(tmp_path, Clock(), "mine")
+        Journal(tmp_path, FederationClock(), "mine")
     changed(tmp_path, "UPDATE about SET value = '1' WHERE name = 'version'")
     with opened(tmp_path, "mine"):
         pass
@@ -367,13 +369,13 @@ def test_a_journal_that_ends_before_its_checkpoint_is_refused(tmp_path: Path) ->
 def test_a_file_that_is_no_journal_is_refused_and_left(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "journal.db").write_bytes(content)
     with pytest.raises(RunFolderError, match=r"journal.db"):
-        Journal(tmp_path, Clock(), "run")
+        Journal(tmp_path, FederationClock(), "run")
     assert (tmp_path / "journal.db").read_bytes() == content
     (tmp_path / "journal.db").unlink()
     with closing(sqlite3.connect(tmp_path / "journal.db")) as connection:
         connection.execute("CREATE TABLE events (name)")
     with pytest.raises(RunFolderError, match=r"journal.db is no journal of dure's"):
-        Journal(tmp_path, Clock(), "run")
+        Journal(tmp_path, FederationClock(), "run")
     (tmp_path / "journal.db").unlink()
     with opened(tmp_path):
         pass
@@ -404,10 +406,10 @@ def test_a_log_that_is_damaged_before_its_end_is_refused(tmp_path: Path) -> None
     for at in (len(content) - 3 * FRAME + 100, len(content) // 2, 32 + 100, 9):
         log.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(RunFolderError, match=r"journal.db-wal is damaged"):
-            Journal(log.parent, Clock(), "run")
+            Journal(log.parent, FederationClock(), "run")
         # And the next time too: nothing was changed.
         with pytest.raises(RunFolderError, match=r"journal.db-wal is damaged"):
-            Journal(log.parent, Clock(), "run")
+            Journal(log.parent, FederationClock(), "run")
     log.write_bytes(content)
     with opened(log.parent) as journal:
         assert len(delivered(journal)) == 20
@@ -440,8 +442,8 @@ def test_what_an_earlier_use_of_the_log_has_left_is_not_damaged(tmp_path: Path) 
 def test_a_log_without_its_journal_and_a_link_are_refused(tmp_path: Path) -> None:
     (tmp_path / "journal.db-wal").write_bytes(b"log")
     with pytest.raises(RunFolderError, match=r"journal.db is missing, but its log"):
-        Journal(tmp_path, Clock(), "run")
+        Journal(tmp_path, FederationClock(), "run")
     (tmp_path / "journal.db-wal").unlink()
     (tmp_path / "journal.db").symlink_to(tmp_path / "elsewhere.db")
     with pytest.raises(RunFolderError, match="is a link"):
-        Journal(tmp_path, Clock(), "run")
+        Journal(tmp_path, FederationClock(), "run")

@@ -17,9 +17,9 @@ import dure
 from dure.federated.client.pending_updates import PendingUpdates
 from dure.federated.privacy.secure_aggregation.cohort import UNMASK
 from dure.protocol.messages import ProtocolAnswer, ProtocolStep
-from dure.worlds.network.client.loop import Loop
+from dure.worlds.network.client.loop import ClientLoop
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server.exchanging import Exchanging
+from dure.worlds.network.server.protocol_steps import ProtocolSteps
 
 CLIENTS = 3
 """All of whom are needed to unmask a sum."""
@@ -55,31 +55,31 @@ def once_all_have_unmasked(notes: Path) -> None:
 
 
 def once_some_have_unmasked(notes: Path) -> None:
-    answers = Exchanging._answer
+    answers = ProtocolSteps._answer
     unmasked: list[int] = []
 
-    def answer(self: Exchanging, say: ProtocolStep, answered: Any) -> ProtocolAnswer | None:
+    def answer(self: ProtocolSteps, say: ProtocolStep, answered: Any) -> ProtocolAnswer | None:
         if say.stage == UNMASK:
             unmasked.append(say.client)
             if len(unmasked) == CLIENTS + 1:
                 killed(notes)
         return answers(self, say, answered)
 
-    Exchanging._answer = answer  # type: ignore[method-assign]
+    ProtocolSteps._answer = answer  # type: ignore[method-assign]
 
 
 def before_any_has_unmasked(notes: Path) -> None:
-    ask = Exchanging._ask
+    ask = ProtocolSteps._ask
     asked: list[int] = []
 
-    def asks(self: Exchanging, say: ProtocolStep, asking: str) -> None:
+    def asks(self: ProtocolSteps, say: ProtocolStep, asking: str) -> None:
         if say.stage == UNMASK:
             asked.append(say.client)
             if len(asked) == CLIENTS + 1:
                 killed(notes)
         ask(self, say, asking)
 
-    Exchanging._ask = asks  # type: ignore[method-assign]
+    ProtocolSteps._ask = asks  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -133,12 +133,12 @@ def test_a_client_that_is_killed_with_its_answer_gives_it_when_it_is_started_aga
 
 def gives_no_shares() -> None:
     """The client does not go on once the vectors are there."""
-    says = Loop._says
+    says = ClientLoop._says
 
-    def left(self: Loop, this: Any) -> Any:
+    def left(self: ClientLoop, this: Any) -> Any:
         return None if this.stage == UNMASK else says(self, this)
 
-    Loop._says = left  # type: ignore[method-assign]
+    ClientLoop._says = left  # type: ignore[method-assign]
 
 
 def test_a_run_whose_clients_have_helped_for_nothing_ends_by_name(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fuzzed import DIGEST, STREAM, Request, Target
 from dure.errors import ServeError
 from dure.wire.certificates import issue_server, make_authority, server_context
 from dure.worlds.network.server import serving
-from dure.worlds.network.server.serving import Serving
+from dure.worlds.network.server.serving import HttpServer
 from dure.worlds.network.server.uploads import PART
 
 SECONDS = 15.0
@@ -120,7 +120,7 @@ def test_those_who_do_not_even_begin_with_tls(
     monkeypatch.setattr(serving, "HEADER_SECONDS", 1.0)
     make_authority(tmp_path)
     context = server_context(*issue_server(tmp_path))
-    served = Serving(never_called, "127.0.0.1", 0, context)
+    served = HttpServer(never_called, "127.0.0.1", 0, context)
     try:
         with socket.create_connection(("127.0.0.1", served.port), SECONDS) as silent:
             assert is_closed(silent)
@@ -133,7 +133,7 @@ def test_those_who_do_not_even_begin_with_tls(
 
 def test_a_port_is_taken(target: Target) -> None:
     with pytest.raises(ServeError, match="in use"):
-        Serving(target.app.asgi(), "127.0.0.1", target.serving.port, None)
+        HttpServer(target.app.asgi(), "127.0.0.1", target.serving.port, None)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dure.errors import RunFolderError
-from dure.worlds.network.trees import Trees
+from dure.worlds.network.tree_files import TreeFiles
 
 TREE: dict[str, Any] = {
     "total": torch.arange(5, dtype=torch.int32),
@@ -33,13 +33,13 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("tree", [TREE, {}, {"plain": 1}])
 def test_a_tree_comes_back_as_it_was(tree: dict[str, Any], tmp_path: Path) -> None:
-    trees = Trees(tmp_path / "once")
+    trees = TreeFiles(tmp_path / "once")
     digest = trees.write(3, tree)
-    assert same(Trees(tmp_path / "once").read(3, digest), tree)
+    assert same(TreeFiles(tmp_path / "once").read(3, digest), tree)
 
 
 def test_a_file_that_is_missing_or_damaged_or_another_one_is_named(tmp_path: Path) -> None:
-    trees = Trees(tmp_path / "once")
+    trees = TreeFiles(tmp_path / "once")
     digest, other = trees.write(3, TREE), trees.write(4, {"plain": 1})
     with pytest.raises(RunFolderError, match=r"5\.safetensors"):
         trees.read(5, digest)
@@ -59,14 +59,14 @@ def test_a_file_that_is_missing_or_damaged_or_another_one_is_named(tmp_path: Pat
 
 
 def test_what_no_checkpoint_can_have_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    trees = Trees(tmp_path / "once")
+    trees = TreeFiles(tmp_path / "once")
     with pytest.raises(TypeError, match="bytes"):
         trees.write(0, {"key": b"secret"})
     assert not (tmp_path / "once").exists()
 
 
 def test_files_are_removed_by_their_numbers(tmp_path: Path) -> None:
-    trees = Trees(tmp_path / "once")
+    trees = TreeFiles(tmp_path / "once")
     for number in range(12):
         trees.write(number, {"plain": number})
     (tmp_path / "once" / ".11.safetensors.77").write_bytes(b"half of one")

@@ -23,7 +23,7 @@ from dure.run.client_site import ConnectionOptions, opened
 from dure.run.client_training import ClientTraining
 from dure.wire.layout import FederationSpec
 from dure.worlds.network.client.link import Backoff
-from dure.worlds.network.client.loop import Loop
+from dure.worlds.network.client.loop import ClientLoop
 from small import small_task
 
 WANTS = (WantedTensor("int32", (7,)),)
@@ -160,7 +160,7 @@ class Played:
                 self.site.begin(session.check_in(self.site.enter()), None)
                 session.belongs(session.check_in(self.site.enter()), self.site.name)
                 told = lambda what, about: self.heard.append((what, dict(about)))  # noqa: E731
-                self.ended = Loop(session, self.site, told).run()
+                self.ended = ClientLoop(session, self.site, told).run()
         except BaseException as error:
             self.ended = error
 

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import Store
 
 from dure.errors import PeerLostError
 from dure.worlds.torchrun.session import session
-from dure.worlds.torchrun.world import EndWish
+from dure.worlds.torchrun.world import StopRequest
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_who_does_not_come_is_named(server: TCPStore) -> None:
 
 
 def test_rank_0_hears_that_another_rank_was_asked_to_end(server: TCPStore) -> None:
-    first, second = (EndWish(one) for one in meet(server, 2))
+    first, second = (StopRequest(one) for one in meet(server, 2))
     assert not first.heard()
     second.ask()
     # What is set is not answered: this is, and comes after it.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 
-class Clock:
+class FederationClock:
     """Clock that stands at `start` until `run`.
 
     `monotonic` returns seconds of a clock that does not run backwards.

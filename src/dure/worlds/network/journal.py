@@ -49,7 +49,7 @@ from dure.errors import RunFolderError, RunFolderWriteError
 from dure.record.disk import disk_errors, sync_folder
 from dure.record.lock import Lock
 from dure.record.untrusted_files import opened
-from dure.worlds.network.clock import Clock
+from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.local_disk import warn_if_remote
 
 VERSION = 1
@@ -139,7 +139,7 @@ class Journal:
     RunFolderWriteError if it cannot be written.
     """
 
-    def __init__(self, folder: Path, clock: Clock, run: str = "") -> None:
+    def __init__(self, folder: Path, clock: FederationClock, run: str = "") -> None:
         self.path = folder / NAME
         self._clock = clock
         warn_if_remote(folder)

@@ -11,7 +11,7 @@ from torch import Tensor
 from dure.wire.tensors import TensorsError, TensorSpec, receive_header
 
 
-def mapped(path: Path, expected: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+def mapped_update(path: Path, expected: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
     """Map a complete update into memory; return its tensors by name, in the order of its file.
 
     `expected` has the required dtypes and shapes. Raises TensorsError for other tensors, and

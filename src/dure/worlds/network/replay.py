@@ -22,13 +22,13 @@ from dure.fleet.conditions import Conditions
 from dure.protocol.carrier import Carrier
 from dure.protocol.messages import EvaluationRequest, EvaluationResults
 from dure.wire.layout import FederationSpec
-from dure.worlds.network.clock import Clock
+from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Event, Journal, backup
+from dure.worlds.network.server.blob_cache import BlobCache
 from dure.worlds.network.server.carrier import COHORT, ONCE, NetworkCarrier
-from dure.worlds.network.server.desk import Desk
-from dure.worlds.network.server.events import LOOK, Events
+from dure.worlds.network.server.events import LOOK, JournalEvents
 from dure.worlds.network.server.model_digests import FILE, ModelDigests
-from dure.worlds.network.server.shelf import Shelf
+from dure.worlds.network.server.outbox import ClientOutbox
 from dure.worlds.network.updates import Updates
 from dure.worlds.network.world import ENGINE, machine, run_server
 
@@ -68,17 +68,17 @@ class Replay(World):
         backup(self.folder, copy / "journal.db")
         if (self.folder / COHORT).exists():
             shutil.copy(self.folder / COHORT, copy / COHORT)
-        clock = Clock()
+        clock = FederationClock()
         journal = Journal(copy, clock, self.run_id)
         place.ending.callback(journal.close)
-        return Again(
+        return ReplayCarrier(
             federation=federation,
             folder=copy,
             journal=journal,
             clock=clock,
             updates=Updates(self.folder / "updates"),
-            desk=Desk(clock.now),
-            shelf=Shelf(),
+            desk=ClientOutbox(clock.now),
+            shelf=BlobCache(),
             machine=machine(federation.threads),
             start_with=federation.clients,
             lasts=self.lasts(place),
@@ -100,7 +100,7 @@ class Replay(World):
         return float(place.config["world"]["deadline"])
 
 
-class ToTheEnd(Events):
+class ReplayEvents(JournalEvents):
     """Events of a complete journal: raises Interrupted at its end.
 
     Raises RunFolderError if the journal does not begin with the run.
@@ -120,10 +120,10 @@ class ToTheEnd(Events):
         return event
 
 
-class Again(NetworkCarrier):
+class ReplayCarrier(NetworkCarrier):
     """Carrier that ends at the end of the journal."""
 
-    reads = ToTheEnd
+    reads = ReplayEvents
 
     def once(self, what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the recorded result; never compute it."""

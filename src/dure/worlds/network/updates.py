@@ -144,12 +144,12 @@ class Updates:
         Raises DamagedUpdateError as `check` does, and TensorsError for unexpected tensors.
         """
         # Imported here, so that checking digests does not need torch.
-        from dure.worlds.network.mapped_updates import mapped
+        from dure.worlds.network.mapped_updates import mapped_update
 
         self.check(ticket, digest)
         path = self._complete(ticket)
         try:
-            tensors = mapped(path, expected)
+            tensors = mapped_update(path, expected)
         except OSError as error:
             raise DamagedUpdateError(f"cannot read {path}: {error.strerror}") from error
         return {name: tensors[name] for name in expected}
@@ -240,7 +240,7 @@ class Upload:
         self._begun = self._ended = False
         self._stream = hashlib.sha256()
         """Hash of the bytes up to `offset`."""
-        self._coming: Part | None = None
+        self._coming: UploadPart | None = None
         """Part in progress."""
 
     @property
@@ -316,7 +316,7 @@ class Upload:
         lines = b"".join(msgspec.json.encode(each) + b"\n" for each in (self.announced, *parts))
         _write_at(self._parts, 0, memoryview(lines))
 
-    def part(self, offset: int) -> Part:
+    def part(self, offset: int) -> UploadPart:
         """Start a part at byte `offset` of the stream.
 
         The new part replaces a part in progress: a client whose connection broke starts again
@@ -326,7 +326,7 @@ class Upload:
             self._check_open()
             if not 0 <= offset <= self.offset:
                 raise PartError(f"a part from byte {offset} on, and {self.offset} bytes are here")
-            self._coming = Part(self, offset)
+            self._coming = UploadPart(self, offset)
             return self._coming
 
     def _is_here(self, offset: int, piece: memoryview) -> bool:
@@ -400,7 +400,7 @@ class Upload:
             raise PartError(f"the update of ticket {self.ticket} is not wanted any more")
 
 
-class Part:
+class UploadPart:
     """Part in progress, whose bytes are written to the disk on arrival, piece by piece.
 
     `size` is the number of received bytes. The bytes count once the part is complete and has its

@@ -28,14 +28,14 @@ from dure.record.disk import make_private
 from dure.wire.layout import FederationSpec
 from dure.wire.loopback import is_loopback
 from dure.wire.requests import Machine, TaskDescription
-from dure.worlds.here import run_here
-from dure.worlds.launched import refuse_under_torchrun
+from dure.worlds.in_process import run_in_process
+from dure.worlds.launcher_environment import refuse_under_torchrun
 
 if TYPE_CHECKING:
     from dure.wire.owners_roster import OwnersRoster
     from dure.worlds.network.server.app import App
     from dure.worlds.network.server.channels import NetworkChannels
-    from dure.worlds.network.server.serving import Serving
+    from dure.worlds.network.server.serving import HttpServer
 
 Value = TypeVar("Value")
 
@@ -287,7 +287,7 @@ def run_server(
             place.channels = lambda hosted: channels(hosted, place)
         return program(place)
 
-    return run_here(here, report, "server", "clients", is_worker=False)
+    return run_in_process(here, report, "server", "clients", is_worker=False)
 
 
 def _check_address(host: str, port: int) -> None:
@@ -310,7 +310,7 @@ def _seldom(look: Callable[[], bool]) -> Callable[[], None]:
 
     The log has a line for each new certificate, accepted or refused.
     """
-    from dure.worlds.network.server.watching import told
+    from dure.worlds.network.server.server_metrics import log_event
 
     next_time = time.monotonic() + RELOAD_SECONDS
 
@@ -323,11 +323,11 @@ def _seldom(look: Callable[[], bool]) -> Callable[[], None]:
             renewed = look()
         except ValueError as error:
             # Logged too, because nobody may watch the terminal until the old certificate expires.
-            told("certificate refused", logging.WARNING, reason=str(error))
+            log_event("certificate refused", logging.WARNING, reason=str(error))
             warn(f"the renewed certificate is not used: {error}")
         else:
             if renewed:
-                told("certificate renewed")
+                log_event("certificate renewed")
 
     return moment
 
@@ -404,10 +404,10 @@ class _Serves:
 
     def __init__(self, world: Network, clients: int, place: RankContext) -> None:
         from dure.wire.signatures import Key
-        from dure.worlds.network.server.access import Access
+        from dure.worlds.network.server.access import AccessControl
         from dure.worlds.network.server.log_lines import logged_to
         from dure.worlds.network.server.register import Register
-        from dure.worlds.network.server.watching import Watching
+        from dure.worlds.network.server.server_metrics import ServerMetrics
 
         # Resources are released at the end of the run, even if the rest of the start fails.
         self.ending = place.ending.enter_context(contextlib.ExitStack())
@@ -430,7 +430,7 @@ class _Serves:
             warn(f"{folder / SIGNING_KEY} is missing: the model will be signed by a new key")
         self.key = Key.kept_in(folder / SIGNING_KEY)
         place.signs = self.key
-        self.watching = Watching(place.report)
+        self.watching = ServerMetrics(place.report)
         place.report = _both(self.watching.hears, place.report)
         # The log must have all rounds, so reports are not throttled.
         place.report_seconds = 0.0
@@ -439,12 +439,12 @@ class _Serves:
         self.roster = _roster_of(world, clients, folder, self.resumed)
         place.identities = None if self.roster is None else self.roster.identities
         register = self.ending.enter_context(Register(folder / "clients.db", clients))
-        self.access = Access(register, world.access, identities=place.identities)
+        self.access = AccessControl(register, world.access, identities=place.identities)
 
     def told(
         self, clients: int, seed: int, trains: TaskDescription, threads: int
     ) -> dict[str, Any]:
-        """Return the arguments of `Served` that do not depend on the kind of server."""
+        """Return the arguments of `ServedRun` that do not depend on the kind of server."""
         from dure.tasks.task_summary import differences
 
         return {
@@ -460,12 +460,16 @@ class _Serves:
             "roster": "" if self.roster is None else self.roster.to_json().decode(),
         }
 
-    def opens(self, app: App | NetworkChannels, resumed: bool, heartbeat: float | None) -> Serving:
-        """Open the port. `heartbeat` is as in `Serving`."""
-        from dure.worlds.network.server.serving import Serving
+    def opens(
+        self, app: App | NetworkChannels, resumed: bool, heartbeat: float | None
+    ) -> HttpServer:
+        """Open the port. `heartbeat` is as in `HttpServer`."""
+        from dure.worlds.network.server.serving import HttpServer
 
         world = self.world
-        serving = Serving(app.asgi(), world.host, world.port, self.context, app.lives_in, heartbeat)
+        serving = HttpServer(
+            app.asgi(), world.host, world.port, self.context, app.lives_in, heartbeat
+        )
         self.ending.callback(serving.stop)
         scheme = "http" if self.context is None else "https"
         url = f"{scheme}://{world.host}:{serving.port}"
@@ -482,8 +486,8 @@ class _Connected(_Serves):
     """Server whose clients stay connected."""
 
     def __init__(self, world: Network, hosted: HostedRun, place: RankContext) -> None:
-        from dure.worlds.network.server.attendance import Served
         from dure.worlds.network.server.channels import NetworkChannels
+        from dure.worlds.network.server.sessions import ServedRun
 
         super().__init__(world, hosted.clients, place)
         trains = hosted.trains or TaskDescription(forms={})
@@ -491,7 +495,7 @@ class _Connected(_Serves):
         if hosted.trains is None:
             told["compare"] = lambda theirs, ours: []
         self.channels = NetworkChannels(
-            Served(**told, samples=lambda examples: 0, why_not=_more_than(hosted.clients)),
+            ServedRun(**told, samples=lambda examples: 0, why_not=_more_than(hosted.clients)),
             self.access,
             self.watching,
             self.folder,
@@ -519,33 +523,33 @@ class _Server(_Serves):
     """Server of a federation, whose clients request their work."""
 
     def __init__(self, world: Network, federation: FederationSpec, place: RankContext) -> None:
-        from dure.worlds.network.clock import Clock
+        from dure.worlds.network.clock import FederationClock
         from dure.worlds.network.journal import Journal
         from dure.worlds.network.server.app import App
-        from dure.worlds.network.server.attendance import Served
-        from dure.worlds.network.server.desk import Desk
+        from dure.worlds.network.server.blob_cache import BlobCache
         from dure.worlds.network.server.model_digests import FILE, ModelDigests
-        from dure.worlds.network.server.shelf import Shelf
+        from dure.worlds.network.server.outbox import ClientOutbox
+        from dure.worlds.network.server.sessions import ServedRun
         from dure.worlds.network.updates import Updates
 
         super().__init__(world, federation.clients, place)
         _check_there(self.folder, "journal.db", "all that clients have said")
-        self.clock = Clock()
+        self.clock = FederationClock()
         self.journal = Journal(self.folder, self.clock, self.run)
         self.ending.callback(self.journal.close)
         self.journal.synced = self.watching.sync_seconds.observe
         self.updates = Updates(self.folder / "updates")
         self.models = ModelDigests(self.folder / FILE)
         self.ending.callback(self.models.close)
-        self.desk = Desk(self.clock.now)
-        self.shelf = Shelf()
+        self.desk = ClientOutbox(self.clock.now)
+        self.shelf = BlobCache()
         self.machine = machine(federation.threads)
         # Sites with other frozen weights fetch them once.
         if federation.frozen:
             self.shelf.keep(federation.frozen)
         told = self.told(federation.clients, federation.seed, federation.trains, federation.threads)
         app = App(
-            Served(
+            ServedRun(
                 **told,
                 samples=federation.samples,
                 holds=federation.holds,
@@ -566,8 +570,8 @@ class _Server(_Serves):
     def _shows_status(self) -> None:
         """Start to serve the operator's status on a separate listener."""
         from dure.worlds.network.server.cohort import differences
-        from dure.worlds.network.server.serving import Serving
-        from dure.worlds.network.server.status import TOKEN, Status, kept_token
+        from dure.worlds.network.server.serving import HttpServer
+        from dure.worlds.network.server.status import TOKEN, Status, load_or_create_token
 
         world = self.world
         place = self.place
@@ -588,7 +592,7 @@ class _Server(_Serves):
             journal=self.journal,
             clock=self.clock,
             differs=lambda seat: differences(seat.machine, self.machine),
-            token=kept_token(self.folder),
+            token=load_or_create_token(self.folder),
         )
         secure = context is not None
         if place.page is not None:
@@ -596,7 +600,7 @@ class _Server(_Serves):
             # Without plotly the listener has everything except the page.
             with contextlib.suppress(ImportError):
                 status.page = place.page(status.token, where, secure, status.look)
-        serving = Serving(status.asgi(), world.status_host, world.status_port, context)
+        serving = HttpServer(status.asgi(), world.status_host, world.status_port, context)
         self.ending.callback(serving.stop)
         # The page is closed before its server: a viewer sees the end, and does not delay the
         # shutdown.

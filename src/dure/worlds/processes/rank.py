@@ -1,8 +1,8 @@
 """Process of a forked rank: join the job, run the program, and report to the parent.
 
 The rank sends pickled (kind, content) pairs over the control socket: `event`, `result` (with the
-descriptor of a parcel), `outlives`, `error`, `done`. The parent sends the `Seat` first, then
-perhaps `interrupt`, `go on` or `stop` after an event with a record for callbacks, and finally
+descriptor of a parcel), `outlives`, `error`, `done`. The parent sends the `RankSettings` first,
+then perhaps `interrupt`, `go on` or `stop` after an event with a record for callbacks, and finally
 `end`. The rank exits when the parent sends `end` or has ended, so that no rank closes connections
 that others still read from.
 """
@@ -49,7 +49,7 @@ _LONGEST_MESSAGE = 60_000
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankSettings:
     """Settings of a rank in its job.
 
     Args:
@@ -76,9 +76,9 @@ class Control:
         self.socket = socket.socket(fileno=descriptor)
         self._interrupted = False
 
-    def seat(self) -> Seat:
+    def seat(self) -> RankSettings:
         seat = pickle.loads(self.socket.recv(_LONGEST_MESSAGE))
-        assert isinstance(seat, Seat)
+        assert isinstance(seat, RankSettings)
         return seat
 
     def send(self, kind: str, content: Any = None, descriptors: tuple[int, ...] = ()) -> None:
@@ -129,7 +129,7 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
         _, settings, program = parcel.unpack(parcel_descriptor)
         # After the program's own files have run, which may have changed these settings.
         settings.apply()
-        place = place_of(seat, control, roll_call)
+        place = rank_context_of(seat, control, roll_call)
         # The program's environment is in force by now, including a user's settings of malloc.
         with deferred_compiler(), keep_freed_memory():
             result = program(place)
@@ -146,7 +146,7 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
     control.wait_for_the_end()
 
 
-class Surroundings:
+class ProcessSettings:
     """Environment of a program: pickled in the parent, applied when unpickled in a rank.
 
     The environment precedes the program in a parcel, so that the program's imports are found.
@@ -187,7 +187,7 @@ def _umask() -> int:
     return mask
 
 
-def join(seat: Seat) -> RollCall:
+def join(seat: RankSettings) -> RollCall:
     """Join torch.distributed; the store belongs to the parent and outlives every rank."""
     os.environ[_INTERFACE] = "lo"
     seconds = transfer_seconds(seat.deadline)
@@ -203,7 +203,7 @@ def join(seat: Seat) -> RollCall:
     return RollCall(PrefixStore("roll call", store), seat.rank, seat.size, seat.deadline)
 
 
-def place_of(seat: Seat, control: Control, roll_call: RollCall) -> RankContext:
+def rank_context_of(seat: RankSettings, control: Control, roll_call: RollCall) -> RankContext:
     trace = Trace()
     group = Group(dist.group.WORLD, Meter(f"rank {seat.rank}", trace), roll_call.diagnose)
     place = RankContext(group, trace, control.event, control.interrupted)

@@ -24,7 +24,7 @@ _NOBODY_COUNTS = -1
 
 
 @contextmanager
-def meeting_file(removes: Callable[[str], None]) -> Iterator[str]:
+def temporary_store(removes: Callable[[str], None]) -> Iterator[str]:
     """Yield the path of a new store, for processes of this user until the block ends.
 
     `removes` has another process remove the folder if this process is killed before. Each store has

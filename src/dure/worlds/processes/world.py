@@ -29,13 +29,13 @@ from dure.machine.cores import available_cores, threads_per_rank
 from dure.machine.exit_status import exit_description
 from dure.machine.global_settings import settings_here
 from dure.worlds.backend import Backend, check_backend, check_deadline
-from dure.worlds.here import run_here
+from dure.worlds.in_process import run_in_process
 from dure.worlds.interrupts import on_interrupt
-from dure.worlds.launched import refuse_under_torchrun
+from dure.worlds.launcher_environment import refuse_under_torchrun
 from dure.worlds.processes import parcel
 from dure.worlds.processes.fork_server import server
-from dure.worlds.processes.rank import Seat, Surroundings
-from dure.worlds.processes.store import meeting_file, store_at
+from dure.worlds.processes.rank import ProcessSettings, RankSettings
+from dure.worlds.processes.store import store_at, temporary_store
 
 Value = TypeVar("Value")
 
@@ -93,8 +93,8 @@ class Processes(World):
         self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
         if self.workers == 1:
-            return run_here(program, report, "rank 0")
-        with meeting_file(server.removes) as path:
+            return run_in_process(program, report, "rank 0")
+        with temporary_store(server.removes) as path:
             return self._run(path, program, report)
 
     def _run(
@@ -105,7 +105,7 @@ class Processes(World):
     ) -> Value:
         threads = threads_per_rank(self.workers)
         seats = [
-            Seat(
+            RankSettings(
                 rank=rank,
                 size=self.workers,
                 store=path,
@@ -126,7 +126,7 @@ class Processes(World):
 
 
 @dataclass
-class Member:
+class RankProcess:
     """Rank in the view of its parent."""
 
     rank: int
@@ -153,13 +153,15 @@ class Member:
 
 
 @contextmanager
-def started(seats: list[Seat], program: Callable[[RankContext], Any]) -> Iterator[list[Member]]:
+def started(
+    seats: list[RankSettings], program: Callable[[RankContext], Any]
+) -> Iterator[list[RankProcess]]:
     """Context manager: start ranks that run `program`; end all of them with the block."""
     try:
-        descriptor = parcel.pack((Surroundings(), settings_here(), program))
+        descriptor = parcel.pack((ProcessSettings(), settings_here(), program))
     except Exception as error:
         raise DureError(f"the task cannot travel to its ranks: {described(error)}") from error
-    members: list[Member] = []
+    members: list[RankProcess] = []
     try:
         for seat in seats:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -169,7 +171,7 @@ def started(seats: list[Seat], program: Callable[[RankContext], Any]) -> Iterato
                 except BaseException:
                     ours.close()
                     raise
-            members.append(Member(seat.rank, pid, ours))
+            members.append(RankProcess(seat.rank, pid, ours))
             ours.send(pickle.dumps(seat))
             ours.setblocking(False)  # recv_fds of Python 3.11 does not pass on MSG_DONTWAIT
         yield members
@@ -192,7 +194,7 @@ class Supervisor:
 
     def __init__(
         self,
-        members: list[Member],
+        members: list[RankProcess],
         roll_call: RollCall,
         report: Callable[[dict[str, Any]], None],
         deadline: float,
@@ -223,7 +225,7 @@ class Supervisor:
                 if self._only_the_lost_are_left():
                     return
 
-    def _heard(self, member: Member, what: str) -> bool:
+    def _heard(self, member: RankProcess, what: str) -> bool:
         """Process a message or the death of a rank; return False if no more can follow."""
         if what == "message" and self._take(member):
             return True
@@ -251,7 +253,7 @@ class Supervisor:
         running = {member.rank for member in self.members if not member.ended}
         return running <= named or time.monotonic() - self.failed_at > self.deadline
 
-    def _take(self, member: Member) -> bool:
+    def _take(self, member: RankProcess) -> bool:
         """Process a message of a rank; return False at the end of its stream."""
         try:
             message, descriptors, _, _ = socket.recv_fds(member.control, 1 << 18, 1)
@@ -275,7 +277,7 @@ class Supervisor:
             member.done = True
         return True
 
-    def _report(self, member: Member, event: dict[str, Any]) -> None:
+    def _report(self, member: RankProcess, event: dict[str, Any]) -> None:
         """Forward an event; a rank whose event has a record waits for the callbacks' answer."""
         if "unit" in event:
             self.last_step = f"{event['unit']} {event['step'] + 1}"
@@ -291,7 +293,7 @@ class Supervisor:
             with contextlib.suppress(OSError):  # it may have died meanwhile, which `watch` notices
                 member.control.send(answer)
 
-    def _died(self, member: Member) -> None:
+    def _died(self, member: RankProcess) -> None:
         if member.ended:
             return
         member.death = member.end()

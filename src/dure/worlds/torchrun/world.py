@@ -38,7 +38,7 @@ from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.worlds.backend import Backend, check_backend, check_deadline
 from dure.worlds.interrupts import on_interrupt
-from dure.worlds.launched import UNSET, Launched, launched
+from dure.worlds.launcher_environment import UNSET, LauncherJob, launcher_job
 from dure.worlds.torchrun.session import session
 
 Value = TypeVar("Value")
@@ -75,7 +75,7 @@ class Torchrun(World):
     kind: ClassVar[Kind] = "ranks"
 
     def __post_init__(self) -> None:
-        job = launched()
+        job = launcher_job()
         check_backend(self.backend)
         check_deadline(self.deadline)
         if self.elastic is None:
@@ -83,15 +83,15 @@ class Torchrun(World):
 
     @property
     def leads(self) -> bool:
-        return launched().rank == 0
+        return launcher_job().rank == 0
 
     @property
     def rank_here(self) -> int:
-        return launched().rank
+        return launcher_job().rank
 
     @property
     def workers(self) -> int:
-        return launched().size
+        return launcher_job().size
 
     @property
     def starts_again(self) -> bool:
@@ -103,14 +103,14 @@ class Torchrun(World):
     def run(
         self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
-        with threads(threads_per_rank(launched().here)):
+        with threads(threads_per_rank(launcher_job().here)):
             return self._run(program, report)
 
     def _run(
         self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
         limit = timedelta(seconds=self.deadline)
-        store, rank, size = _met(launched(), limit)
+        store, rank, size = _met(launcher_job(), limit)
         store = session(PrefixStore("dure", store), rank, size, self.deadline)
         dist.init_process_group(
             self.backend,
@@ -121,7 +121,7 @@ class Torchrun(World):
         )
         roll_call = RollCall(PrefixStore("roll call", store), rank, size, self.deadline)
         trace = Trace()
-        end = EndWish(store)
+        end = StopRequest(store)
         group = Group(dist.group.WORLD, Meter(f"rank {rank}", trace), roll_call.diagnose)
         place = RankContext(group, trace, report, end.heard, clock_offset=clock_offset(group))
         place.deadline = self.deadline
@@ -140,7 +140,7 @@ class Torchrun(World):
         return value
 
 
-def _met(job: Launched, limit: timedelta) -> tuple[Store, int, int]:
+def _met(job: LauncherJob, limit: timedelta) -> tuple[Store, int, int]:
     """Return the rendezvous store, the rank of this process, and the number of ranks.
 
     Raises DureError, which names the launcher's variables, if the rendezvous fails.
@@ -160,7 +160,7 @@ def _met(job: Launched, limit: timedelta) -> tuple[Store, int, int]:
     return store, rank, size
 
 
-class EndWish:
+class StopRequest:
     """Request that the run end after its current step.
 
     Any rank may be asked; rank 0 reads the request and decides for all.

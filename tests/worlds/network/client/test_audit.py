@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 
 from dure.cli.audit import main
 from dure.errors import AuditError, RunFolderWriteError
-from dure.worlds.network.client.audit import FIRST, LATER, Audit, verify
+from dure.worlds.network.client.audit import FIRST, LATER, AuditLog, verify
 from forgetful import ForgetfulDisk
 
 
 def write(path: Path, lines: int) -> list[bytes]:
-    with Audit(path) as audit:
+    with AuditLog(path) as audit:
         for line in range(lines):
             audit.record("update", b"%d" % line, ticket=line, round=line // 2)
     return path.read_bytes().splitlines(keepends=True)
@@ -40,9 +40,9 @@ def sha(content: bytes) -> str:
 def test_a_line_says_what_left_and_follows_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "audit.log"
     before = datetime.now(timezone.utc)
-    with Audit(path) as audit:
+    with AuditLog(path) as audit:
         audit.record("check-in", b"hello")
-    with Audit(path) as audit:
+    with AuditLog(path) as audit:
         audit.record_digest("update", 10**9, "d" * 64, ticket=17, round=0)
     first, second = path.read_bytes().splitlines()
     said = json.loads(first)
@@ -62,7 +62,7 @@ def test_a_line_says_what_left_and_follows_the_one_before(tmp_path: Path) -> Non
 
 
 def test_a_log_without_lines_is_one(tmp_path: Path) -> None:
-    Audit(tmp_path / "audit.log").close()
+    AuditLog(tmp_path / "audit.log").close()
     assert verify(tmp_path / "audit.log") == (0, FIRST)
     with pytest.raises(AuditError, match="cannot read"):
         verify(tmp_path / "other.log")
@@ -89,7 +89,7 @@ def test_a_changed_line_is_found(number: int, data) -> None:
         # What goes on from there would hide it.
         if path.read_bytes().endswith(b"\n"):
             with pytest.raises(AuditError):
-                Audit(path)
+                AuditLog(path)
 
 
 @given(st.integers(0, LINES - 1), st.integers(1, LINES))
@@ -98,7 +98,7 @@ def test_removed_lines_are_found(first: int, many: int) -> None:
         path = Path(place) / "audit.log"
         lines = write(path, LINES)
         path.write_bytes(b"".join(lines[:first] + lines[first + many :]))
-        for look in (verify, Audit):
+        for look in (verify, AuditLog):
             with pytest.raises(AuditError, match=f": line {first + 1} "):
                 look(path)
 
@@ -154,7 +154,7 @@ def test_what_a_kill_cut_off_is_cut_and_written_down(tmp_path: Path, left: int) 
     path.write_bytes(b"".join(whole) + torn)
     with pytest.raises(AuditError, match=f": line {LINES} was cut off"):
         verify(path)
-    with Audit(path) as audit:
+    with AuditLog(path) as audit:
         audit.record("metrics", b"next")
     said = [json.loads(line) for line in path.read_bytes().splitlines()]
     assert [each["kind"] for each in said[-2:]] == ["cut", "metrics"]
@@ -171,7 +171,7 @@ def test_a_full_disk_lets_nothing_leave_and_the_log_goes_on(tmp_path: Path) -> N
             raise OSError(28, "No space left on device")
         return pwrite(file, content[:-9], at)
 
-    with Audit(path) as audit:
+    with AuditLog(path) as audit:
         audit.record("check-in", b"hello")
         for _ in range(2):
             with (
@@ -198,7 +198,7 @@ def test_nothing_that_left_is_forgotten_in_a_power_failure(lines: int, random) -
         with ForgetfulDisk(Path(place)) as disk:
             write(path, lines)
         disk.fail(random)
-        with Audit(path) as audit:
+        with AuditLog(path) as audit:
             audit.record("check-in", b"again")
         assert verify(path).lines == lines + 1
 
@@ -210,18 +210,18 @@ def test_a_line_that_may_wait_is_on_the_disk_with_the_next_that_may_not(
     with TemporaryDirectory() as place:
         path = Path(place) / "audit.log"
         with ForgetfulDisk(Path(place)) as disk:
-            audit = Audit(path)
+            audit = AuditLog(path)
             for number, now in enumerate(at_once):
                 audit.record("smashed", b"%d" % number, at_once=now)
             os.close(audit._file)
         disk.fail(random)
         durable = max((place for place, now in enumerate(at_once, 1) if now), default=0)
-        Audit(path).close()
+        AuditLog(path).close()
         assert verify(path).lines >= durable
 
 
 def test_a_line_that_may_wait_does_so_for_a_second_at_the_most(tmp_path: Path) -> None:
-    with Audit(tmp_path / "audit.log") as audit, mock.patch("os.fsync") as synced:
+    with AuditLog(tmp_path / "audit.log") as audit, mock.patch("os.fsync") as synced:
         clock = time.monotonic()
         with mock.patch("time.monotonic", return_value=clock):
             audit.record("smashed", b"1", at_once=False)
@@ -235,7 +235,7 @@ def test_a_line_that_may_wait_does_so_for_a_second_at_the_most(tmp_path: Path) -
 
 
 def live(path: Path, left: Path) -> None:
-    with Audit(path) as audit, open(left, "ab", buffering=0) as out:
+    with AuditLog(path) as audit, open(left, "ab", buffering=0) as out:
         for number in itertools.count():
             audit.record("update", b"x" * 100, at_once=number % 3 == 0)
             out.write(b".")
@@ -253,7 +253,7 @@ def test_nothing_left_a_client_that_was_killed_but_what_stands_there(tmp_path: P
             time.sleep(0.001)
         os.kill(child.pid, signal.SIGKILL)
         child.join()
-        Audit(path).close()
+        AuditLog(path).close()
     lines = verify(path).lines
     cuts = path.read_bytes().count(b'"cut"')
     # Of each life one line at most stands there of which nothing left.
@@ -262,7 +262,7 @@ def test_nothing_left_a_client_that_was_killed_but_what_stands_there(tmp_path: P
 
 def test_threads_may_record(tmp_path: Path) -> None:
     path = tmp_path / "audit.log"
-    with Audit(path) as audit:
+    with AuditLog(path) as audit:
         threads = [
             threading.Thread(target=lambda: [audit.record("metrics", b"x") for _ in range(20)])
             for _ in range(4)
@@ -276,11 +276,11 @@ def test_threads_may_record(tmp_path: Path) -> None:
 
 def test_a_log_has_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "audit.log"
-    with Audit(path), pytest.raises(AuditError, match=rf"{path} is in use by another process"):
-        Audit(path)
-    Audit(path).close()
+    with AuditLog(path), pytest.raises(AuditError, match=rf"{path} is in use by another process"):
+        AuditLog(path)
+    AuditLog(path).close()
     with pytest.raises(RunFolderWriteError, match="cannot write"):
-        Audit(tmp_path / "no" / "audit.log")
+        AuditLog(tmp_path / "no" / "audit.log")
 
 
 def test_the_command_says_how_long_the_log_is(tmp_path: Path, capsys) -> None:

@@ -17,7 +17,7 @@ from dure.wire.requests import EvaluationReport, NextAnswer, UploadRequest, Watc
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client import session as module
 from dure.worlds.network.client.session import GaveUpError, Session
-from dure.worlds.network.client.state import About, ClientState
+from dure.worlds.network.client.state import ClientState, FolderOwner
 
 MODEL = {"w": torch.arange(3.0)}
 
@@ -125,6 +125,6 @@ def test_a_server_that_a_folder_belongs_to_is_known_from_the_beginning(
     with ClientState(tmp_path / "site") as state:
         with talking(nobody, state) as session:
             assert not session.another_link().known
-        state.enter(About(nobody, "run", 0, "site"))
+        state.enter(FolderOwner(nobody, "run", 0, "site"))
         with talking(nobody, state) as session:
             assert session.another_link().known

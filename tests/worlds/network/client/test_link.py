@@ -24,14 +24,14 @@ from dure.worlds.network.client.link import (
     MOST_SILENT,
     Backoff,
     BusyError,
-    Link,
+    HttpLink,
     LinkLostError,
     NotTrustedError,
-    Outgoing,
+    OutgoingBody,
     RefusedError,
     StoppedError,
     WrongAddressError,
-    patiently,
+    call_with_retries,
 )
 
 WANTED = to_json(WatchAnswer(wanted=True))
@@ -43,7 +43,7 @@ def wanted(request: Request) -> None:
     request.reply(body=WANTED)
 
 
-def ask(link: Link) -> WatchAnswer:
+def ask(link: HttpLink) -> WatchAnswer:
     return link.ask("POST", "/v1/watch", WatchRequest(3), WatchAnswer)
 
 
@@ -59,7 +59,7 @@ def test_one_connection_carries_many_requests_each_in_one_piece(monkeypatch) -> 
         send(self, data)
 
     monkeypatch.setattr(http.client.HTTPConnection, "send", noted)
-    with serving(wanted) as server, Link(server.url) as link:
+    with serving(wanted) as server, HttpLink(server.url) as link:
         for _ in range(3):
             assert ask(link).wanted
     assert server.connections == 1
@@ -72,14 +72,14 @@ def test_a_connection_that_the_server_closed_meanwhile_is_opened_anew() -> None:
         # Without saying so, as at the end of its patience.
         request.hang_up()
 
-    with serving(answer) as server, Link(server.url) as link:
+    with serving(answer) as server, HttpLink(server.url) as link:
         for _ in range(3):
             assert ask(link).wanted
     assert len(server.requests) == server.connections == 3
 
 
 def test_a_connection_that_lay_idle_for_long_is_not_used_again() -> None:
-    with serving(wanted) as server, Link(server.url, idle_seconds=-1.0) as link:
+    with serving(wanted) as server, HttpLink(server.url, idle_seconds=-1.0) as link:
         ask(link)
         ask(link)
     assert server.connections == 2
@@ -91,8 +91,8 @@ def test_a_long_body_is_not_sent_again_by_the_link_itself() -> None:
             return request.hang_up()
         return wanted(request)
 
-    body = Outgoing(1 << 20, "", lambda: iter((bytes(1 << 20),)))
-    with serving(answer) as server, Link(server.url) as link:
+    body = OutgoingBody(1 << 20, "", lambda: iter((bytes(1 << 20),)))
+    with serving(answer) as server, HttpLink(server.url) as link:
         ask(link)
         with pytest.raises(LinkLostError):
             link.send("PATCH", "/long", body)
@@ -100,7 +100,7 @@ def test_a_long_body_is_not_sent_again_by_the_link_itself() -> None:
 
 
 def test_two_threads_need_two_links() -> None:
-    with serving(lambda request: request.reply(body=b"x")) as server, Link(server.url) as link:
+    with serving(lambda request: request.reply(body=b"x")) as server, HttpLink(server.url) as link:
         with link.stream("GET", "/"), pytest.raises(RuntimeError, match="another for this thread"):
             ask(link)
         assert link.request("GET", "/").body == b"x"
@@ -111,7 +111,7 @@ def test_what_is_left_unread_of_a_long_answer_is_not_taken_for_the_next_one() ->
         request.body()
         request.reply(body=bytes(500_000) if request.command == "GET" else WANTED)
 
-    with serving(answer) as server, Link(server.url) as link:
+    with serving(answer) as server, HttpLink(server.url) as link:
         with link.stream("GET", "/") as streamed:
             assert streamed.read(memoryview(bytearray(10))) == 10
         assert ask(link).wanted
@@ -126,7 +126,7 @@ def test_a_link_that_is_closed_lets_nobody_wait() -> None:
         over.wait()
 
     with serving(answer) as server:
-        link = Link(server.url, silent_seconds=600.0)
+        link = HttpLink(server.url, silent_seconds=600.0)
         closes = threading.Thread(target=lambda: (asked.wait(), link.close()))
         closes.start()
         try:
@@ -151,7 +151,7 @@ def a_free_port() -> int:
 
 def test_nobody_listens() -> None:
     with (
-        Link(f"http://127.0.0.1:{a_free_port()}") as link,
+        HttpLink(f"http://127.0.0.1:{a_free_port()}") as link,
         pytest.raises(LinkLostError, match="refuses connections"),
     ):
         ask(link)
@@ -175,7 +175,7 @@ def silence(request: Request) -> None:
 def test_a_server_that_does_not_answer_is_not_waited_for_without_end(answer) -> None:
     with (
         serving(answer) as server,
-        Link(server.url) as link,
+        HttpLink(server.url) as link,
         pytest.raises(LinkLostError, match=r"did not answer within 0\.3 s"),
     ):
         link.request("GET", "/", timeout=0.3)
@@ -187,7 +187,7 @@ def test_a_body_that_falls_silent_is_a_lost_link() -> None:
         request.wfile.write(bytes(50))
         silence(request)
 
-    with serving(answer) as server, Link(server.url, silent_seconds=0.3) as link:
+    with serving(answer) as server, HttpLink(server.url, silent_seconds=0.3) as link:
         with pytest.raises(LinkLostError):
             link.request("GET", "/")
         with link.stream("GET", "/") as streamed:
@@ -222,7 +222,7 @@ def raw(content: bytes) -> Callable[[Request], None]:
     ],
 )
 def test_an_answer_that_is_none_is_a_lost_link_in_one_line(content: bytes) -> None:
-    with serving(raw(content)) as server, Link(server.url) as link:
+    with serving(raw(content)) as server, HttpLink(server.url) as link:
         with pytest.raises(LinkLostError) as told:
             ask(link)
         assert str(told.value).isprintable()
@@ -244,7 +244,7 @@ def test_a_server_cannot_make_a_client_hold_more_than_it_wants(head: str) -> Non
 
     with (
         serving(answer) as server,
-        Link(server.url) as link,
+        HttpLink(server.url) as link,
         pytest.raises(RefusedError, match="more than 20000 bytes"),
     ):
         link.request("GET", "/", most=20_000)
@@ -260,7 +260,7 @@ def test_a_chunk_without_an_end_is_not_held() -> None:
             request.wfile.write(bytes(10_000))
             sent += 10_000
 
-    with serving(answer) as server, Link(server.url) as link, pytest.raises(LinkLostError):
+    with serving(answer) as server, HttpLink(server.url) as link, pytest.raises(LinkLostError):
         link.request("GET", "/")
     # With what lies in the buffers of sockets.
     assert sent < 32 << 20
@@ -277,7 +277,7 @@ def replies(status: int, body: bytes = b"", **headers: str) -> Callable[[Request
 
 
 def error_of(answer: Callable[[Request], None]) -> Exception:
-    with serving(answer) as server, Link(server.url) as link:
+    with serving(answer) as server, HttpLink(server.url) as link:
         with pytest.raises((LinkLostError, RefusedError, BusyError)) as told:
             ask(link)
         return told.value
@@ -348,8 +348,8 @@ def test_an_answer_counts_that_comes_before_the_body_was_sent() -> None:
         request.close_connection = True
         return request.connection.shutdown(socket.SHUT_WR)
 
-    body = Outgoing(64 << 20, "", lambda: iter(bytes(1 << 20) for _ in range(64)))
-    with serving(answer) as server, Link(server.url, silent_seconds=5.0) as link:
+    body = OutgoingBody(64 << 20, "", lambda: iter(bytes(1 << 20) for _ in range(64)))
+    with serving(answer) as server, HttpLink(server.url, silent_seconds=5.0) as link:
         with pytest.raises(RefusedError, match="too much"):
             link.send("PATCH", "/", body)
         assert ask(link).wanted
@@ -364,8 +364,8 @@ def test_an_answer_counts_of_a_server_that_does_not_read_on() -> None:
         request.reply(413, b'{"error": "too much"}')
         return over.wait()
 
-    body = Outgoing(64 << 20, "", lambda: iter(bytes(1 << 20) for _ in range(64)))
-    with serving(answer) as server, Link(server.url, silent_seconds=0.5) as link:
+    body = OutgoingBody(64 << 20, "", lambda: iter(bytes(1 << 20) for _ in range(64)))
+    with serving(answer) as server, HttpLink(server.url, silent_seconds=0.5) as link:
         with pytest.raises(RefusedError, match="too much"):
             link.send("PATCH", "/", body)
         assert ask(link).wanted
@@ -380,7 +380,7 @@ def test_a_refusal_that_is_long_does_not_spoil_the_next_answer() -> None:
         else:
             wanted(request)
 
-    with serving(answer) as server, Link(server.url) as link:
+    with serving(answer) as server, HttpLink(server.url) as link:
         with pytest.raises(RefusedError):
             link.request("GET", "/")
         assert ask(link).wanted
@@ -414,7 +414,7 @@ def test_a_request_is_signed_anew_with_the_servers_nonce() -> None:
             return request.reply(401, b"{}", {"dure-nonce": "second"})
         return request.reply()
 
-    with serving(answer) as server, Link(server.url, signs=Numbered()) as link:
+    with serving(answer) as server, HttpLink(server.url, signs=Numbered()) as link:
         link.request("POST", "/a", b"abc")
         link.request("POST", "/b", b"abc")
     assert seen == ["POST /a ba78  1", "POST /a ba78 second 2", "POST /b ba78 second 3"]
@@ -424,7 +424,7 @@ def test_who_is_not_known_after_that_is_refused() -> None:
     answer = replies(401, b'{"error": "who?"}', dure_nonce="again")
     with (
         serving(answer) as server,
-        Link(server.url, signs=Numbered()) as link,
+        HttpLink(server.url, signs=Numbered()) as link,
         pytest.raises(RefusedError, match=r"who\?"),
     ):
         link.request("POST", "/")
@@ -442,7 +442,7 @@ def test_each_sending_has_a_signature_of_its_own() -> None:
         else:
             request.hang_up()
 
-    with serving(answer) as server, Link(server.url, signs=Numbered()) as link:
+    with serving(answer) as server, HttpLink(server.url, signs=Numbered()) as link:
         link.request("GET", "/")
         link.request("GET", "/")
     assert seen == ["1", "2", "3"]
@@ -469,7 +469,7 @@ def trusts(pems) -> ssl.SSLContext:
 
 
 def test_over_tls_all_is_the_same(tls, trusts) -> None:
-    with serving(wanted, tls) as server, Link(server.url, context=trusts) as link:
+    with serving(wanted, tls) as server, HttpLink(server.url, context=trusts) as link:
         assert ask(link).wanted
         assert ask(link).wanted
     assert server.connections == 1
@@ -478,7 +478,7 @@ def test_over_tls_all_is_the_same(tls, trusts) -> None:
 def test_a_certificate_that_nobody_vouches_for_is_not_trusted(tls) -> None:
     with (
         serving(wanted, tls) as server,
-        Link(server.url) as link,
+        HttpLink(server.url) as link,
         pytest.raises(NotTrustedError, match="is not trusted: self"),
     ):
         ask(link)
@@ -488,7 +488,10 @@ def test_a_certificate_that_nobody_vouches_for_is_not_trusted(tls) -> None:
 def test_a_certificate_for_another_name_is_not_trusted(tls, trusts) -> None:
     with serving(wanted, tls) as server:
         url = server.url.replace("127.0.0.1", "localhost")
-        with Link(url, context=trusts) as link, pytest.raises(NotTrustedError, match="a name that"):
+        with (
+            HttpLink(url, context=trusts) as link,
+            pytest.raises(NotTrustedError, match="a name that"),
+        ):
             ask(link)
 
 
@@ -496,18 +499,18 @@ def test_a_client_without_a_certificate_hears_that_it_needs_one(tls, trusts) -> 
     tls.verify_mode = ssl.CERT_REQUIRED
     with (
         serving(wanted, tls) as server,
-        Link(server.url, context=trusts) as link,
+        HttpLink(server.url, context=trusts) as link,
         pytest.raises(NotTrustedError, match="this client's certificate"),
     ):
         # The server may close before its alert is read.
-        patiently(lambda: ask(link), AT_ONCE, threading.Event())
+        call_with_retries(lambda: ask(link), AT_ONCE, threading.Event())
 
 
 def test_a_server_without_tls_is_told_apart(trusts) -> None:
     with serving(wanted) as server:
         url = server.url.replace("http:", "https:")
         with (
-            Link(url, context=trusts) as link,
+            HttpLink(url, context=trusts) as link,
             pytest.raises(WrongAddressError, match="speak TLS"),
         ):
             ask(link)
@@ -552,7 +555,7 @@ def test_tls_goes_through_the_proxy_that_the_environment_names(tls, trusts, monk
     with serving(wanted, tls) as server, proxy(server.server_port) as between:
         url = between.url.replace("//", "//me:se%20cret@")
         monkeypatch.setenv("https_proxy", url)
-        with Link("https://server.test:4433", context=trusts) as link:
+        with HttpLink("https://server.test:4433", context=trusts) as link:
             assert ask(link).wanted
             assert ask(link).wanted
     assert between.asked == [("CONNECT", "server.test:4433", "Basic bWU6c2UgY3JldA==")]
@@ -562,18 +565,18 @@ def test_tls_goes_through_the_proxy_that_the_environment_names(tls, trusts, monk
 def test_plain_requests_are_the_proxys_own(monkeypatch) -> None:
     with proxy(0) as between:
         monkeypatch.setenv("http_proxy", between.url)
-        with Link("http://server.test/dure") as link:
+        with HttpLink("http://server.test/dure") as link:
             assert ask(link).wanted
     assert between.asked == [("POST", "http://server.test:80/dure/v1/watch", None)]
 
 
 def test_this_machine_and_what_is_excepted_are_reached_without_a_proxy(monkeypatch) -> None:
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{a_free_port()}")
-    with serving(wanted) as server, Link(server.url) as link:
+    with serving(wanted) as server, HttpLink(server.url) as link:
         assert ask(link).wanted
     monkeypatch.setenv("no_proxy", "server.test")
     with (
-        Link("http://server.test:1") as link,
+        HttpLink("http://server.test:1") as link,
         pytest.raises(WrongAddressError, match=r"no host server\.test"),
     ):
         ask(link)
@@ -584,13 +587,13 @@ def test_this_machine_and_what_is_excepted_are_reached_without_a_proxy(monkeypat
 )
 def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"no URL|more than|Port"):
-        Link(url)
+        HttpLink(url)
 
 
 def test_a_proxy_of_another_kind_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("https_proxy", "socks5://somewhere:1080")
     with pytest.raises(ValueError, match="socks5"):
-        Link("https://server.test")
+        HttpLink("https://server.test")
 
 
 # What can pass and what cannot: the table of the module
@@ -599,7 +602,7 @@ def test_a_proxy_of_another_kind_is_refused(monkeypatch) -> None:
 Told = type[Exception]
 
 
-def what_comes_of(link: Link, attempts: int = 1) -> Told:
+def what_comes_of(link: HttpLink, attempts: int = 1) -> Told:
     """The kind of the error at the last of so many attempts."""
     with link:
         for _ in range(attempts):
@@ -632,7 +635,7 @@ def test_an_answer_ends_a_client_or_not(
     status: int, body: bytes, first: Told, later: Told, known: bool
 ) -> None:
     with serving(replies(status, body)) as server:
-        assert what_comes_of(Link(server.url, known=known)) is (later if known else first)
+        assert what_comes_of(HttpLink(server.url, known=known)) is (later if known else first)
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -652,25 +655,25 @@ def test_a_name_that_does_not_exist_ends_a_client_and_a_silent_name_server_does_
         raise socket.gaierror(number, "so it is")
 
     monkeypatch.setattr(socket, "getaddrinfo", fails)
-    link = Link("http://server.test", known=known)
+    link = HttpLink("http://server.test", known=known)
     assert what_comes_of(link) is (LinkLostError if known else first)
 
 
 def test_a_port_where_nobody_listens_does_not_end_a_client() -> None:
     for known in (False, True):
-        link = Link(f"http://127.0.0.1:{a_free_port()}", known=known)
+        link = HttpLink(f"http://127.0.0.1:{a_free_port()}", known=known)
         assert what_comes_of(link) is LinkLostError
 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_what_tls_says_ends_a_client_before_it_knows_the_server(tls, trusts, known) -> None:
     with serving(wanted, tls) as server:
-        untrusted = what_comes_of(Link(server.url, known=known))
+        untrusted = what_comes_of(HttpLink(server.url, known=known))
         other = server.url.replace("127.0.0.1", "localhost")
-        misnamed = what_comes_of(Link(other, context=trusts, known=known))
+        misnamed = what_comes_of(HttpLink(other, context=trusts, known=known))
     with serving(wanted) as server:
         plain = server.url.replace("http:", "https:")
-        without = what_comes_of(Link(plain, context=trusts, known=known))
+        without = what_comes_of(HttpLink(plain, context=trusts, known=known))
     if known:
         assert {untrusted, misnamed, without} == {LinkLostError}
     else:
@@ -688,17 +691,17 @@ def test_a_proxy_that_leads_nowhere(status: int, first: Told, monkeypatch) -> No
     with serving(replies(status)) as server:
         monkeypatch.setenv("https_proxy", server.url)
         for known in (False, True):
-            link = Link("https://server.test", known=known)
+            link = HttpLink("https://server.test", known=known)
             assert what_comes_of(link) is (LinkLostError if known else first)
 
 
 def test_a_server_that_closes_each_connection_without_a_word_is_left_alone(tls, trusts) -> None:
     with serving(Request.hang_up, tls) as server:
         for attempts in range(1, MOST_SILENT):
-            assert what_comes_of(Link(server.url, context=trusts), attempts) is LinkLostError
-        link = Link(server.url, context=trusts)
+            assert what_comes_of(HttpLink(server.url, context=trusts), attempts) is LinkLostError
+        link = HttpLink(server.url, context=trusts)
         assert what_comes_of(link, MOST_SILENT) is NotTrustedError
-        link = Link(server.url, context=trusts, known=True)
+        link = HttpLink(server.url, context=trusts, known=True)
         assert what_comes_of(link, 2 * MOST_SILENT) is LinkLostError
 
 
@@ -715,7 +718,7 @@ def test_one_that_answers_in_between_is_not(tls, trusts) -> None:
             request.reply(503)
             request.close_connection = True
 
-    with serving(answer, tls) as server, Link(server.url, context=trusts) as link:
+    with serving(answer, tls) as server, HttpLink(server.url, context=trusts) as link:
         for _ in range(4 * MOST_SILENT):
             with pytest.raises((LinkLostError, BusyError)):
                 ask(link)
@@ -723,7 +726,7 @@ def test_one_that_answers_in_between_is_not(tls, trusts) -> None:
 
 def test_a_server_that_has_answered_once_is_known(tls, trusts) -> None:
     answers = iter([wanted, replies(404), replies(200, b"<html>"), wanted])
-    with serving(lambda request: next(answers)(request)) as server, Link(server.url) as link:
+    with serving(lambda request: next(answers)(request)) as server, HttpLink(server.url) as link:
         assert ask(link).wanted
         for _ in range(2):
             with pytest.raises(BusyError):
@@ -748,7 +751,9 @@ def fails(times: int, error: OSError) -> Callable[[], str]:
 def test_patience_repeats_until_it_works_and_tells_of_each_failure() -> None:
     told = []
     call = fails(3, LinkLostError("gone"))
-    result = patiently(call, AT_ONCE, threading.Event(), lambda error, _: told.append(str(error)))
+    result = call_with_retries(
+        call, AT_ONCE, threading.Event(), lambda error, _: told.append(str(error))
+    )
     assert result == "done"
     assert told == ["gone"] * 3
 
@@ -760,21 +765,21 @@ def test_patience_does_not_repeat_what_would_not_help() -> None:
 
     calls: list[int] = []
     with pytest.raises(RefusedError):
-        patiently(call, AT_ONCE, threading.Event())
+        call_with_retries(call, AT_ONCE, threading.Event())
     assert len(calls) == 1
 
 
 def test_patience_ends_at_its_limit_with_the_last_error() -> None:
     slow = Backoff(base=1000.0, most=1000.0, draw=lambda: 1.0)
     with pytest.raises(LinkLostError, match="gone"):
-        patiently(fails(9, LinkLostError("gone")), slow, threading.Event(), limit=10.0)
+        call_with_retries(fails(9, LinkLostError("gone")), slow, threading.Event(), limit=10.0)
 
 
 def test_a_wish_to_stop_ends_a_long_wait_at_once() -> None:
     stop = threading.Event()
     slow = Backoff(base=1e6, most=1e6, draw=lambda: 1.0)
     with pytest.raises(StoppedError):
-        patiently(fails(9, LinkLostError("gone")), slow, stop, lambda *_: stop.set())
+        call_with_retries(fails(9, LinkLostError("gone")), slow, stop, lambda *_: stop.set())
 
 
 def test_a_busy_server_is_left_alone_for_as_long_as_it_wants() -> None:
@@ -786,7 +791,7 @@ def test_a_busy_server_is_left_alone_for_as_long_as_it_wants() -> None:
         stop.set()
 
     with pytest.raises(StoppedError):
-        patiently(fails(1, BusyError(503, "later", 30.0)), Backoff(), stop, tell)
+        call_with_retries(fails(1, BusyError(503, "later", 30.0)), Backoff(), stop, tell)
     assert 30.0 <= waits[0] <= 30.25
 
 
@@ -803,7 +808,7 @@ def test_two_clients_do_not_wait_the_same() -> None:
 
 
 def test_a_connection_asks_the_system_to_notice_when_the_other_side_is_gone() -> None:
-    with serving(wanted) as server, Link(server.url) as link:
+    with serving(wanted) as server, HttpLink(server.url) as link:
         ask(link)
         connection = link._connection
         assert isinstance(connection, Connection)

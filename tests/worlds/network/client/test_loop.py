@@ -23,7 +23,7 @@ from dure.wire.requests import (
 )
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.link import RefusedError, StoppedError
-from dure.worlds.network.client.loop import Answered, Loop
+from dure.worlds.network.client.loop import ClientLoop, TrainedAssignment
 from dure.worlds.network.client.session import NotWantedError
 from dure.worlds.network.client.state import ClientState
 
@@ -97,13 +97,13 @@ class Patient:
 
     def settle(self, outcome: Any) -> None: ...
 
-    def train(self, train: Train, tensors: Mapping[str, Tensor], wanted: Any) -> Answered:
+    def train(self, train: Train, tensors: Mapping[str, Tensor], wanted: Any) -> TrainedAssignment:
         for _ in range(10):
             if not wanted():
                 raise NotWantedError
             self.batches += 1
         size, digest = size_of(forms_of(MODEL)), digest_of(MODEL)
-        return Answered(
+        return TrainedAssignment(
             UploadRequest(train.ticket, size, digest, 5, 5, 1.0), MODEL, [torch.ones(1)]
         )
 
@@ -121,7 +121,7 @@ def state(tmp_path: Path) -> Iterator[ClientState]:
 
 def run(session: Played, site: Patient) -> list[tuple[str, Mapping[str, object]]]:
     heard: list[tuple[str, Mapping[str, object]]] = []
-    loop = Loop(session, site, lambda what, about: heard.append((what, about)))  # type: ignore[arg-type]
+    loop = ClientLoop(session, site, lambda what, about: heard.append((what, about)))  # type: ignore[arg-type]
     assert loop.run() == "the run is over"
     return heard
 

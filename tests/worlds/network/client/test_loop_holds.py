@@ -25,7 +25,7 @@ from dure.wire.requests import (
     Welcome,
 )
 from dure.wire.tensors import digest_of, forms_of, size_of
-from dure.worlds.network.client.loop import Answered
+from dure.worlds.network.client.loop import TrainedAssignment
 from dure.worlds.network.client.state import ClientState
 
 OVER = NextAnswer(over="the run is over")
@@ -128,9 +128,11 @@ def test_that_there_is_no_update_is_said_without_why(
     state: ClientState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Diverges(Adds):
-        def train(self, train: Train, *_: Any) -> Answered:
+        def train(self, train: Train, *_: Any) -> TrainedAssignment:
             why = "its loss became not finite"
-            return Answered(UploadRequest(train.ticket, 0, "", 5, 5, 1.0, failure=why), {}, None)
+            return TrainedAssignment(
+                UploadRequest(train.ticket, 0, "", 5, 5, 1.0, failure=why), {}, None
+            )
 
     session = Holding(state, *works(3))
     monkeypatch.setattr(session.stop, "wait", lambda seconds: False)

@@ -13,7 +13,7 @@ from test_state import ABOUT, model_of, reserve_of
 
 from dure.errors import RunFolderWriteError, StateError
 from dure.worlds.network.client import state as state_module
-from dure.worlds.network.client.spent import RECORD, SPENT, SpentModelsFile
+from dure.worlds.network.client.spent_models import RECORD, SPENT, SpentModelsFile
 from dure.worlds.network.client.state import ClientState
 
 MODELS = [bytes([number]) * 32 for number in range(1, 6)]

@@ -24,10 +24,10 @@ from torch import Tensor
 from dure.errors import RunFolderWriteError, StateError
 from dure.wire.requests import UploadRequest
 from dure.wire.tensors import digest_of, forms_of, pieces, size_of
-from dure.worlds.network.client.state import About, ClientState
+from dure.worlds.network.client.state import ClientState, FolderOwner
 from forgetful import ForgetfulDisk
 
-ABOUT = About("https://server:8443", "run-1", 3, "north")
+ABOUT = FolderOwner("https://server:8443", "run-1", 3, "north")
 
 
 def memory_of(value: int) -> list[Tensor]:
@@ -333,16 +333,16 @@ def test_the_folder_of_another_client_or_run_is_refused(tmp_path: Path) -> None:
     with ClientState(tmp_path) as state:
         state.enter(ABOUT)
     others = [
-        About(ABOUT.url, "run-2", 3, "north"),
-        About(ABOUT.url, "run-1", 4, "north"),
-        About(ABOUT.url, "run-1", 3, "south"),
+        FolderOwner(ABOUT.url, "run-2", 3, "north"),
+        FolderOwner(ABOUT.url, "run-1", 4, "north"),
+        FolderOwner(ABOUT.url, "run-1", 3, "south"),
     ]
     with ClientState(tmp_path) as state:
         assert state.about == ABOUT
         for other in others:
             with pytest.raises(StateError, match=r"belongs to client 3 \(north\) of run run-1"):
                 state.enter(other)
-        moved = About("https://elsewhere", "run-1", 3, "north")
+        moved = FolderOwner("https://elsewhere", "run-1", 3, "north")
         state.enter(moved)
     with ClientState(tmp_path) as state:
         assert state.about == moved
@@ -523,4 +523,4 @@ def test_what_is_forgotten_leaves_the_key_alone(tmp_path: Path) -> None:
         assert names_in(tmp_path) == {"lock", "kept.json", "key.pem"}
         assert state.about is None
         assert known(state) == Known()
-        state.enter(About(ABOUT.url, "run-2", 0, "south"))
+        state.enter(FolderOwner(ABOUT.url, "run-2", 0, "south"))

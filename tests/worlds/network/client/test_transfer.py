@@ -21,7 +21,7 @@ from dure.wire.tensors import TensorSpec, digest_of, forms_of, pieces, size_of
 from dure.worlds.network.client.link import (
     Backoff,
     BusyError,
-    Link,
+    HttpLink,
     RefusedError,
     StoppedError,
 )
@@ -97,7 +97,7 @@ class Shelf:
         if end < len(self.stream):
             request.hang_up()
 
-    def fetch(self, link: Link, keep: Path | None = None, **more) -> dict[str, Tensor]:
+    def fetch(self, link: HttpLink, keep: Path | None = None, **more) -> dict[str, Tensor]:
         size = len(self.stream)
         expected = forms_of(self.tensors)
         stop = threading.Event()
@@ -107,7 +107,7 @@ class Shelf:
 @given(breaks=st.lists(st.integers(0, size_of(forms_of(SMALL))), max_size=6))
 def test_a_model_arrives_whole_and_each_byte_once_wherever_links_break(breaks) -> None:
     shelf = Shelf(SMALL, breaks)
-    with serving(shelf) as server, Link(server.url) as link:
+    with serving(shelf) as server, HttpLink(server.url) as link:
         assert same(shelf.fetch(link), SMALL)
     assert sum(end - at for at, end in shelf.served) == len(shelf.stream)
 
@@ -115,7 +115,7 @@ def test_a_model_arrives_whole_and_each_byte_once_wherever_links_break(breaks) -
 def test_a_file_of_the_model_is_written_on_the_way(tmp_path) -> None:
     shelf = Shelf(SMALL, [5, 60_000])
     done = []
-    with serving(shelf) as server, Link(server.url) as link:
+    with serving(shelf) as server, HttpLink(server.url) as link:
         shelf.fetch(link, tmp_path / "model.safetensors", progress=done.append)
     assert (tmp_path / "model.safetensors").read_bytes() == shelf.stream
     assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
@@ -125,14 +125,14 @@ def test_a_file_of_the_model_is_written_on_the_way(tmp_path) -> None:
 
 def test_a_model_arrives_through_a_proxy_that_knows_no_ranges() -> None:
     shelf = Shelf(SMALL, [50_000], ranges=False)
-    with serving(shelf) as server, Link(server.url) as link:
+    with serving(shelf) as server, HttpLink(server.url) as link:
         assert same(shelf.fetch(link), SMALL)
     assert len(shelf.served) == 2
 
 
 def test_what_arrives_damaged_is_asked_for_once_more() -> None:
     shelf = Shelf(SMALL, spoils=1)
-    with serving(shelf) as server, Link(server.url) as link:
+    with serving(shelf) as server, HttpLink(server.url) as link:
         assert same(shelf.fetch(link), SMALL)
     assert len(shelf.served) == 2
 
@@ -142,7 +142,7 @@ def test_what_arrives_damaged_again_is_refused_and_the_file_stays_as_it_was(tmp_
     (tmp_path / "model").write_text("the one before")
     with (
         serving(shelf) as server,
-        Link(server.url) as link,
+        HttpLink(server.url) as link,
         pytest.raises(TransferError, match="its SHA-256 is"),
     ):
         shelf.fetch(link, tmp_path / "model")
@@ -151,7 +151,7 @@ def test_what_arrives_damaged_again_is_refused_and_the_file_stays_as_it_was(tmp_
 
 
 def fetching(shelf: Shelf, size: int | None = None, expected=None) -> Exception:
-    with serving(shelf) as server, Link(server.url) as link:
+    with serving(shelf) as server, HttpLink(server.url) as link:
         with pytest.raises((TransferError, RefusedError)) as told:
             download(
                 link,
@@ -173,7 +173,7 @@ def test_a_model_of_another_size_or_form_is_refused() -> None:
 def test_a_model_that_is_there_no_more_is_refused() -> None:
     with (
         serving(lambda request: request.reply(410, b'{"error": "gone"}')) as server,
-        Link(server.url) as link,
+        HttpLink(server.url) as link,
         pytest.raises(RefusedError, match="gone"),
     ):
         Shelf(SMALL).fetch(link)
@@ -187,7 +187,7 @@ def test_an_answer_that_goes_on_elsewhere_is_refused() -> None:
             shelf(request)
 
     shelf = Shelf(SMALL, [1000])
-    with serving(answer) as server, Link(server.url) as link:
+    with serving(answer) as server, HttpLink(server.url) as link:
         with pytest.raises(TransferError, match="bytes from 1000 on"):
             shelf.fetch(link)
         # The link is as good as before.
@@ -197,7 +197,7 @@ def test_an_answer_that_goes_on_elsewhere_is_refused() -> None:
 def test_who_stops_waits_for_no_model() -> None:
     shelf = Shelf(LARGE)
     stop = threading.Event()
-    with serving(shelf) as server, Link(server.url) as link, pytest.raises(StoppedError):
+    with serving(shelf) as server, HttpLink(server.url) as link, pytest.raises(StoppedError):
         download(
             link,
             shelf.digest,
@@ -277,12 +277,12 @@ def reserve(tensors: Mapping[str, Tensor]) -> UploadRequest:
     )
 
 
-def send(link: Link, tensors: Mapping[str, Tensor], **more) -> bool:
+def send(link: HttpLink, tensors: Mapping[str, Tensor], **more) -> bool:
     return upload(link, reserve(tensors), tensors, threading.Event(), AT_ONCE, **more)
 
 
 def sent_to(answer: Callable[[Request], None], tensors: Mapping[str, Tensor], **more) -> bool:
-    with serving(answer) as server, Link(server.url) as link:
+    with serving(answer) as server, HttpLink(server.url) as link:
         return send(link, tensors, **more)
 
 
@@ -339,7 +339,7 @@ def test_of_an_update_that_is_interrupted_five_times_little_is_sent_twice(
 def test_a_part_that_is_too_large_for_something_on_the_way_is_halved_from_then_on() -> None:
     store = Store(most=300_000)
     again = Store(most=300_000)
-    with serving(store) as server, Link(server.url) as link:
+    with serving(store) as server, HttpLink(server.url) as link:
         assert send(link, LARGE)
         server.answer = again
         assert send(link, LARGE)
@@ -476,7 +476,7 @@ def test_an_update_that_is_not_wanted_any_more_ends_in_the_midst_of_a_part() -> 
 
 def test_who_stops_waits_for_no_upload() -> None:
     stop = threading.Event()
-    with serving(Store()) as server, Link(server.url) as link, pytest.raises(StoppedError):
+    with serving(Store()) as server, HttpLink(server.url) as link, pytest.raises(StoppedError):
         upload(
             link, reserve(LARGE), LARGE, stop, AT_ONCE, progress=lambda done: done and stop.set()
         )
@@ -490,14 +490,14 @@ def test_an_update_that_says_why_it_failed_has_no_tensors() -> None:
         request.body()
         request.reply(body=answered)
 
-    with serving(answer) as server, Link(server.url) as link:
+    with serving(answer) as server, HttpLink(server.url) as link:
         assert upload(link, failed, {}, threading.Event(), AT_ONCE)
 
 
 def test_other_tensors_than_those_announced_are_refused_before_anything_is_said() -> None:
     with (
         serving(Store()) as server,
-        Link(server.url) as link,
+        HttpLink(server.url) as link,
         pytest.raises(ValueError, match="are reserved for"),
     ):
         upload(link, reserve(SMALL), LARGE, threading.Event(), AT_ONCE)
@@ -552,11 +552,11 @@ class Clockless(threading.Event):
         return False
 
 
-def slowly_up(link: Link, stop: threading.Event) -> None:
+def slowly_up(link: HttpLink, stop: threading.Event) -> None:
     upload(link, reserve(SMALL), SMALL, stop, AT_ONCE, bytes_per_second=1000.0)
 
 
-def slowly_down(link: Link, stop: threading.Event) -> None:
+def slowly_down(link: HttpLink, stop: threading.Event) -> None:
     size = size_of(forms_of(SMALL))
     download(link, digest_of(SMALL), size, None, stop, AT_ONCE, bytes_per_second=1000.0)
 
@@ -566,7 +566,7 @@ def slowly_down(link: Link, stop: threading.Event) -> None:
 )
 def test_a_site_that_allows_so_many_bytes_a_second_uses_no_more(transfer, answer) -> None:
     stop = Clockless()
-    with serving(answer) as server, Link(server.url) as link:
+    with serving(answer) as server, HttpLink(server.url) as link:
         transfer(link, stop)
     seconds = size_of(forms_of(SMALL)) / 1000.0
     # What was waited for at the end, by a clock on which next to no time had passed.

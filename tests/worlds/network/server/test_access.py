@@ -9,12 +9,12 @@ import pytest
 from dure.wire.requests import Enrol
 from dure.wire.signatures import NONCE, SIGNATURE, Key, Signer, digest_of, prove
 from dure.worlds.network.server import access as access_module
-from dure.worlds.network.server.access import CHECK_IN, NEW, Access, Admitted, Refused
-from dure.worlds.network.server.conduct import Limits
+from dure.worlds.network.server.access import CHECK_IN, NEW, AccessControl, Admitted, RequestRefused
+from dure.worlds.network.server.rate_limits import RateLimits
 from dure.worlds.network.server.register import FILE, Register
 
 NEXT = "/v1/next"
-LIMITS = Limits(rate=10, burst=50, refusals=5)
+LIMITS = RateLimits(rate=10, burst=50, refusals=5)
 
 
 @pytest.fixture
@@ -24,20 +24,20 @@ def register(tmp_path):
 
 
 @pytest.fixture
-def access(register, clock) -> Access:
-    return Access(register, "invited", LIMITS, clock)
+def access(register, clock) -> AccessControl:
+    return AccessControl(register, "invited", LIMITS, clock)
 
 
 @pytest.fixture
-def opened(register, clock) -> Access:
-    return Access(register, "open", LIMITS, clock)
+def opened(register, clock) -> AccessControl:
+    return AccessControl(register, "open", LIMITS, clock)
 
 
 def enrolment(key: Key, token: str = "", name: str = "", wants: int | None = None) -> Enrol:
     return Enrol(token, key.public, prove(key, token, name, wants), name, wants)
 
 
-def enrolled(access: Access, name: str = "") -> Signer:
+def enrolled(access: AccessControl, name: str = "") -> Signer:
     """A client that is enrolled, and knows the server's nonce."""
     key = Key.make()
     access.enrol(enrolment(key, access.register.invite(), name))
@@ -46,19 +46,19 @@ def enrolled(access: Access, name: str = "") -> Signer:
     return signer
 
 
-def ask(access: Access, signer: Signer, path: str = NEXT, body: bytes = b"") -> Admitted:
+def ask(access: AccessControl, signer: Signer, path: str = NEXT, body: bytes = b"") -> Admitted:
     """As a client asks, which signs again where it has to."""
     while True:
         headers = signer.sign("POST", path, digest_of(body))
         try:
             return access.admit(headers, "POST", path, "10.0.0.1")
-        except Refused as error:
+        except RequestRefused as error:
             if not signer.again(headers, error.status, error.headers):
                 raise
 
 
-def refused(call, *arguments, **more) -> Refused:
-    with pytest.raises(Refused) as error:
+def refused(call, *arguments, **more) -> RequestRefused:
+    with pytest.raises(RequestRefused) as error:
         call(*arguments, **more)
     assert error.value.reason
     return error.value
@@ -260,7 +260,7 @@ def test_refusals_are_counted_by_their_reason(access, monkeypatch) -> None:
 
 def test_a_restarted_server_knows_its_clients_and_they_sign_again(access, register) -> None:
     client = enrolled(access)
-    again = Access(register)
+    again = AccessControl(register)
     headers = client.sign("POST", NEXT, digest_of())
     error = refused(again.admit, headers, "POST", NEXT)
     assert (error.status, error.kind) == (401, "new nonce")
@@ -288,7 +288,7 @@ def test_where_a_roster_fixes_who_the_clients_are_nobody_else_is_enrolled(
 ) -> None:
     keys = [Key.make() for _ in range(3)]
     identities = {number: key.public for number, key in enumerate(keys)}
-    access = Access(register, mode, LIMITS, clock, identities)
+    access = AccessControl(register, mode, LIMITS, clock, identities)
     token = register.invite()
     stranger = Key.make()
     error = refused(access.enrol, enrolment(stranger, token))
@@ -306,7 +306,7 @@ def test_where_a_roster_fixes_who_the_clients_are_nobody_else_is_enrolled(
 
 def test_a_roster_is_asked_at_a_first_check_in_too(register, clock) -> None:
     listed = Key.make()
-    access = Access(register, "open", LIMITS, clock, {1: listed.public})
+    access = AccessControl(register, "open", LIMITS, clock, {1: listed.public})
     # Who only looks hears it too.
     error = refused(ask, access, Signer(Key.make()), CHECK_IN)
     assert (error.status, error.kind) == (409, "not listed")

@@ -10,12 +10,12 @@ import pytest
 
 from dure.fleet.budget import TransferBudget
 from dure.wire.requests import Machine, to_json
-from dure.worlds.network.clock import Clock
+from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Event, Journal
+from dure.worlds.network.server.blob_cache import BlobCache
 from dure.worlds.network.server.carrier import NetworkCarrier
-from dure.worlds.network.server.cohort import Here
-from dure.worlds.network.server.desk import Desk
-from dure.worlds.network.server.shelf import Shelf
+from dure.worlds.network.server.cohort import CheckInRecord
+from dure.worlds.network.server.outbox import ClientOutbox
 from dure.worlds.network.updates import Updates
 
 MINE = Machine(torch="2.9", capability="AVX2", engine="loop", threads=1)
@@ -30,7 +30,7 @@ def made(tmp_path: Path):
     def make(name: str) -> NetworkCarrier:
         folder = tmp_path / name
         folder.mkdir()
-        clock = Clock()
+        clock = FederationClock()
         journal = Journal(folder, clock)
         journals.append(journal)
         federation: Any = SimpleNamespace(clients=3, threads=1, layout=None, holds=False)
@@ -40,8 +40,8 @@ def made(tmp_path: Path):
             journal=journal,
             clock=clock,
             updates=Updates(folder / "updates"),
-            desk=Desk(clock.now),
-            shelf=Shelf(),
+            desk=ClientOutbox(clock.now),
+            shelf=BlobCache(),
             machine=MINE,
             start_with=1,
             lasts=60.0,
@@ -58,7 +58,7 @@ def made(tmp_path: Path):
 
 
 def check_in(carrier: NetworkCarrier, client: int, at: float, machine: Machine | None) -> None:
-    here = Here(f"ward {client}", 10, 2, machine)
+    here = CheckInRecord(f"ward {client}", 10, 2, machine)
     coordinator: Any = SimpleNamespace(arrive=lambda *_: None, leave=lambda *_: None)
     carrier._apply(coordinator, Event(1, at, "check_in", client, -1, to_json(here)))
 

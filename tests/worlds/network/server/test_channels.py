@@ -13,7 +13,7 @@ from websockets.sync.client import connect
 
 from dure.contracts.channels import ClientConnected, ClientDisconnected, ClientFrame
 from dure.wire.signatures import Key, Signer
-from dure.worlds.network.client.channel import OverError
+from dure.worlds.network.client.channel import RunEndedError
 from dure.worlds.network.client.link import RefusedError
 from dure.worlds.network.server.channels import MOST_WAITING, NetworkChannels
 from served_channels import SECONDS, client, events, opened, served_channels
@@ -74,7 +74,7 @@ def test_a_client_that_comes_again_has_one_channel(served: Any) -> None:
     ("ends", "error"),
     [
         (lambda channels: channels.turn_away(0, "not so"), RefusedError),
-        (lambda channels: channels.over("all is done"), OverError),
+        (lambda channels: channels.over("all is done"), RunEndedError),
     ],
 )
 def test_a_client_hears_why_its_channel_ends(
@@ -95,7 +95,10 @@ def test_a_client_hears_why_its_channel_ends(
 
 def test_whoever_comes_when_all_is_over_hears_so(served: Any) -> None:
     served.channels.over("all is done")
-    with opened(served, client(served)) as channel, pytest.raises(OverError, match="all is done"):
+    with (
+        opened(served, client(served)) as channel,
+        pytest.raises(RunEndedError, match="all is done"),
+    ):
         channel.next(SECONDS)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from dure.worlds.network.server import conduct
-from dure.worlds.network.server.conduct import Conducts, Limits
+from dure.worlds.network.server import rate_limits
+from dure.worlds.network.server.rate_limits import RateLimiter, RateLimits
 
 
 @pytest.fixture
-def conducts(clock) -> Conducts[int]:
-    return Conducts(Limits(rate=2, burst=3, refusals=3), clock)
+def conducts(clock) -> RateLimiter[int]:
+    return RateLimiter(RateLimits(rate=2, burst=3, refusals=3), clock)
 
 
 def test_a_burst_is_let_through_and_then_the_rate(conducts, clock) -> None:
@@ -54,13 +54,13 @@ def test_refusals_in_quarantine_make_it_no_longer(conducts, clock) -> None:
 
 
 def test_after_a_quarantine_the_count_begins_anew(clock) -> None:
-    short = Conducts[int](Limits(refusals=3, within=60, quarantine=10), clock)
+    short = RateLimiter[int](RateLimits(refusals=3, within=60, quarantine=10), clock)
     assert quarantine(short) == 10
     clock.now += 10
     assert [short.refused(1) for _ in range(3)] == [0.0, 0.0, 20.0]
 
 
-def quarantine(conducts: Conducts[int]) -> float:
+def quarantine(conducts: RateLimiter[int]) -> float:
     return [conducts.refused(1) for _ in range(3)][-1]
 
 
@@ -76,7 +76,7 @@ def test_each_quarantine_is_twice_as_long_up_to_a_longest(conducts, clock) -> No
 
 
 def test_of_any_number_only_so_many_are_remembered(conducts, monkeypatch) -> None:
-    monkeypatch.setattr(conduct, "MOST_REMEMBERED", 10)
+    monkeypatch.setattr(rate_limits, "MOST_REMEMBERED", 10)
     for who in range(100):
         conducts.refused(who)
     assert len(conducts._all) == 10
@@ -87,4 +87,4 @@ def test_of_any_number_only_so_many_are_remembered(conducts, monkeypatch) -> Non
 )
 def test_limits_that_are_none_are_refused(wrong) -> None:
     with pytest.raises(ValueError, match="limits"):
-        Limits(**wrong)
+        RateLimits(**wrong)

@@ -6,12 +6,12 @@ import asyncio
 import time
 
 from dure.wire.requests import EvaluationTask, NextAnswer, Train, UpdateOutcome
-from dure.worlds.network.server.desk import Desk
+from dure.worlds.network.server.outbox import ClientOutbox
 
 ASSIGNMENT = Train(ticket=8, round=1, turn=0, tensors="ab", bytes=2)
 
 
-def told(desk: Desk, later: bool) -> NextAnswer:
+def told(desk: ClientOutbox, later: bool) -> NextAnswer:
     """What client 0 hears that waits: an outcome, and later also an assignment."""
 
     async def ask() -> NextAnswer:
@@ -30,18 +30,18 @@ def told(desk: Desk, later: bool) -> NextAnswer:
 
 
 def test_an_outcome_and_the_next_assignment_are_one_answer() -> None:
-    assert told(Desk(lambda: 0.0), later=True) == NextAnswer(
+    assert told(ClientOutbox(lambda: 0.0), later=True) == NextAnswer(
         [UpdateOutcome(7, True)], train=ASSIGNMENT
     )
 
 
 def test_an_outcome_alone_is_told_without_anything_to_do() -> None:
-    assert told(Desk(lambda: 0.0), later=False) == NextAnswer([UpdateOutcome(7, True)])
+    assert told(ClientOutbox(lambda: 0.0), later=False) == NextAnswer([UpdateOutcome(7, True)])
 
 
 def test_a_call_whose_client_has_hung_up_ends() -> None:
     async def ask() -> NextAnswer:
-        desk = Desk(lambda: 0.0)
+        desk = ClientOutbox(lambda: 0.0)
         gone = asyncio.get_running_loop().create_future()
         asked = asyncio.create_task(desk.next(desk.seat(0), 3600.0, gone))
         await asyncio.sleep(0)
@@ -53,7 +53,7 @@ def test_a_call_whose_client_has_hung_up_ends() -> None:
 
 def test_a_call_that_has_waited_in_vain_leaves_nothing_behind() -> None:
     async def ask() -> tuple[NextAnswer, int, int]:
-        desk = Desk(lambda: 0.0)
+        desk = ClientOutbox(lambda: 0.0)
         loop = asyncio.get_running_loop()
         gone = loop.create_future()
         seat = desk.seat(0)
@@ -65,14 +65,14 @@ def test_a_call_that_has_waited_in_vain_leaves_nothing_behind() -> None:
 
 
 def test_the_newest_tickets_that_a_client_has_answered_are_known() -> None:
-    seat = Desk(lambda: 0.0).seat(0)
+    seat = ClientOutbox(lambda: 0.0).seat(0)
     for ticket in range(20):
         seat.sent.append(ticket)
     assert list(seat.sent) == list(range(12, 20))
 
 
 def test_who_has_heard_the_end_has_a_moment_to_begin_to_fetch_the_last_model() -> None:
-    desk = Desk(lambda: 0.0)
+    desk = ClientOutbox(lambda: 0.0)
     seat = desk.seat(0)
     seat.here = True
     desk.final = EvaluationTask(3, "ab", 2)

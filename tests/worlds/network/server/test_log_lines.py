@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from dure.errors import RunFolderWriteError
-from dure.worlds.network.server.desk import Seat
 from dure.worlds.network.server.log_lines import SERVER, logged_to
-from dure.worlds.network.server.sparing import MOST_LINES
-from dure.worlds.network.server.watching import Watching, told
+from dure.worlds.network.server.log_rate_limit import MOST_LINES
+from dure.worlds.network.server.outbox import ClientSession
+from dure.worlds.network.server.server_metrics import ServerMetrics, log_event
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from federation import Federation
@@ -85,11 +85,11 @@ def test_a_log_that_is_moved_away_goes_on_in_a_new_file(tmp_path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         with logged_to(path):
-            told("first")
+            log_event("first")
             path.rename(tmp_path / "log.1")
             # It would end the process, if it were not heard.
             signal.raise_signal(signal.SIGHUP)
-            told("second")
+            log_event("second")
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -105,7 +105,7 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path) -> None:
 def test_refusals_without_end_do_not_fill_the_disk(tmp_path, monkeypatch) -> None:
     at = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: at[0])
-    watching = Watching()
+    watching = ServerMetrics()
     with logged_to(tmp_path / "log"):
         for _ in range(1000):
             watching.refused(None, "10.0.0.1", "POST /v1/next", "not signed", "it is not signed")
@@ -121,8 +121,8 @@ def test_refusals_without_end_do_not_fill_the_disk(tmp_path, monkeypatch) -> Non
 
 
 def test_a_server_without_a_log_says_nothing_of_refusals(capfd) -> None:
-    watching = Watching()
+    watching = ServerMetrics()
     watching.refused(None, "10.0.0.1", "POST /v1/next", "not signed", "it is not signed")
-    watching.left(Seat(0, "c0"))
+    watching.left(ClientSession(0, "c0"))
     assert capfd.readouterr() == ("", "")
     assert not logging.getLogger("dure.server").handlers

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from dure.errors import RunFolderError
-from dure.worlds.network.clock import Clock
+from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server.desk import Desk
-from dure.worlds.network.server.events import Events
-from dure.worlds.network.server.once import Once
-from dure.worlds.network.trees import Trees
+from dure.worlds.network.server.durable_once import DurableOnce
+from dure.worlds.network.server.events import JournalEvents
+from dure.worlds.network.server.outbox import ClientOutbox
+from dure.worlds.network.tree_files import TreeFiles
 
 
 class Life:
@@ -23,12 +23,12 @@ class Life:
 
     def __init__(self, folder: Path, record: bool = False) -> None:
         folder.mkdir(exist_ok=True)
-        clock = Clock()
+        clock = FederationClock()
         self.folder = folder
         self.journal = Journal(folder, clock)
-        self.events = Events(self.journal, clock, Desk(clock.now), self.opens)
-        self.trees = Trees(folder / "once")
-        self.once = Once(self.events, self.journal, self.trees, sweeps=not record)
+        self.events = JournalEvents(self.journal, clock, ClientOutbox(clock.now), self.opens)
+        self.trees = TreeFiles(folder / "once")
+        self.once = DurableOnce(self.events, self.journal, self.trees, sweeps=not record)
 
     def opens(self) -> None:
         self.once.sweep()

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 from dure.worlds.network.server import presence as module
-from dure.worlds.network.server.presence import Presence
+from dure.worlds.network.server.presence import PresenceLog
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from federation import Federation
 
 
 def test_a_span_is_from_coming_to_going() -> None:
-    presence = Presence()
+    presence = PresenceLog()
     presence.came(1, 2.0)
     presence.came(0, 3.0)
     presence.came(1, 3.5)  # it was there already
@@ -25,7 +25,7 @@ def test_a_span_is_from_coming_to_going() -> None:
 
 
 def test_what_was_saved_goes_on() -> None:
-    presence, again = Presence(), Presence()
+    presence, again = PresenceLog(), PresenceLog()
     presence.came(0, 1.0)
     presence.came(1, 1.0)
     presence.went(1, 2.0)
@@ -38,7 +38,7 @@ def test_what_was_saved_goes_on() -> None:
 
 def test_it_does_not_grow_without_bound(monkeypatch) -> None:
     monkeypatch.setattr(module, "MOST", 10)
-    presence = Presence()
+    presence = PresenceLog()
     for at in range(100):
         presence.came(0, at)
         presence.went(0, at + 0.5)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from dure.worlds.network.server.access import Refused
+from dure.worlds.network.server.access import RequestRefused
 from dure.worlds.network.server.receiving import LEAST_PIECE, piece_of, receive
-from dure.worlds.network.updates import Part, Updates
+from dure.worlds.network.updates import Updates, UploadPart
 
 SOME = 10_000
 BODY = bytes(range(250)) * 8_000
@@ -34,13 +34,13 @@ def test_a_part_of_any_length_is_in_memory_a_piece_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    add = Part.add
+    add = UploadPart.add
 
-    def noted(part: Part, piece: bytes) -> None:
+    def noted(part: UploadPart, piece: bytes) -> None:
         sizes.append(len(piece))
         add(part, piece)
 
-    monkeypatch.setattr(Part, "add", noted)
+    monkeypatch.setattr(UploadPart, "add", noted)
     digest = hashlib.sha256(BODY).hexdigest()
     upload = Updates(tmp_path).open(1, len(BODY), digest)
     part = upload.part(0)
@@ -52,7 +52,7 @@ def test_a_part_of_any_length_is_in_memory_a_piece_at_a_time(
 
 def test_a_body_without_an_end_is_refused_on_the_way(tmp_path: Path) -> None:
     part = Updates(tmp_path).open(1, len(BODY), "").part(0)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         asyncio.run(receive(request_of(BODY), part, len(BODY) // 2, LEAST_PIECE))
     assert refused.value.status == 413
     assert part.size <= len(BODY) // 2

@@ -19,13 +19,13 @@ from dure.errors import ServeError
 from dure.wire.certificates import client_context, issue_server, make_authority
 from dure.wire.requests import Train
 from dure.wire.signatures import Key, Signer, digest_of
-from dure.worlds.network.clock import Clock
+from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server.access import Access, Refused
-from dure.worlds.network.server.desk import Desk
+from dure.worlds.network.server.access import AccessControl, RequestRefused
+from dure.worlds.network.server.outbox import ClientOutbox
 from dure.worlds.network.server.register import Register
-from dure.worlds.network.server.status import TOKEN, Status, kept_token
-from dure.worlds.network.server.watching import Watching
+from dure.worlds.network.server.server_metrics import ServerMetrics
+from dure.worlds.network.server.status import TOKEN, Status, load_or_create_token
 from dure.worlds.network.world import Network
 from small import small_task
 
@@ -149,10 +149,14 @@ def test_the_token_is_its_owners_alone_and_stays(seen, tmp_path) -> None:
     path = seen[2] / TOKEN
     assert path.stat().st_mode & 0o777 == 0o600
     assert seen[0].where["token"] == str(path)
-    assert kept_token(tmp_path) == kept_token(tmp_path) != kept_token(seen[2])
+    assert (
+        load_or_create_token(tmp_path)
+        == load_or_create_token(tmp_path)
+        != load_or_create_token(seen[2])
+    )
     (tmp_path / TOKEN).chmod(0o644)
     with pytest.raises(ValueError, match="chmod 600"):
-        kept_token(tmp_path)
+        load_or_create_token(tmp_path)
 
 
 def test_other_machines_reach_it_by_tls_with_the_same_certificate(tmp_path) -> None:
@@ -207,18 +211,18 @@ def test_the_token_does_not_go_over_a_network_in_plain() -> None:
 @pytest.fixture
 def starting(tmp_path):
     """The status of a server that has not begun to serve."""
-    clock = Clock()
+    clock = FederationClock()
     with Register(tmp_path / "clients.db", 2) as register:
         journal = Journal(tmp_path, clock)
         yield Status(
             about={},
-            watching=Watching(),
-            desk=Desk(clock.now),
-            access=Access(register, "open"),
+            watching=ServerMetrics(),
+            desk=ClientOutbox(clock.now),
+            access=AccessControl(register, "open"),
             journal=journal,
             clock=clock,
             differs=lambda seat: [],
-            token=kept_token(tmp_path),
+            token=load_or_create_token(tmp_path),
         )
         journal.close()
 
@@ -249,7 +253,7 @@ def test_status_says_who_is_missing_refused_and_in_quarantine(starting) -> None:
     starting.desk.assign(1, Train(7, 3, 0, "d" * 64, 100), 30.0, {})
     seat.missing = True
     for _ in range(20):
-        with pytest.raises(Refused):
+        with pytest.raises(RequestRefused):
             starting.access.refuse(1, 400, "malformed", "it is not JSON")
         starting.watching.refused(1, "10.0.0.1", "POST /v1/next", "malformed", "it is not JSON")
     starting.watching.came_of(1, 6, "failed", "its own code raised ValueError")

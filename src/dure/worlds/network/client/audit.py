@@ -41,7 +41,7 @@ import msgspec
 from dure.errors import AuditError
 from dure.record.disk import disk_errors, open_regular_file, sync_folder
 from dure.record.untrusted_files import LARGE, contents
-from dure.worlds.network.client.lock import lock, unlock
+from dure.worlds.network.client.file_lock import lock, unlock
 from dure.worlds.network.client.quota import Quota
 
 Kind = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z-]{0,39}$")]
@@ -71,14 +71,14 @@ class _Line(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     round: int | None = None
 
 
-class Chain(NamedTuple):
+class LogChain(NamedTuple):
     """Length of a log, and the digest of its last line."""
 
     lines: int
     digest: str
 
 
-class Audit:
+class AuditLog:
     """Audit log of a client, created if it is missing. Safe for several threads.
 
     Raises AuditError if the log was changed or another process has opened it, and
@@ -173,7 +173,7 @@ class Audit:
                 self._sync()
         unlock(self._file)
 
-    def __enter__(self) -> Audit:
+    def __enter__(self) -> AuditLog:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -200,7 +200,7 @@ class Audit:
         with disk_errors(self.path):
             self._put(line + b"\n", at_once)
         self._end += len(line) + 1
-        self._chain = Chain(number, hashlib.sha256(line).hexdigest())
+        self._chain = LogChain(number, hashlib.sha256(line).hexdigest())
         if at_once:
             self._put_head()
 
@@ -242,7 +242,7 @@ class Audit:
             os.replace(beside, head)
 
 
-def verify(path: Path) -> Chain:
+def verify(path: Path) -> LogChain:
     """Check the log, and return its number of lines and the digest of the last line.
 
     Raises AuditError for the first changed line, and for an unreadable log.
@@ -260,10 +260,10 @@ def verify(path: Path) -> Chain:
     return chain
 
 
-def _chain(path: Path, content: bytes) -> Chain:
+def _chain(path: Path, content: bytes) -> LogChain:
     """Return the chain of complete lines. Raises AuditError for the first inconsistent line."""
     noted = _read_head(path)
-    chain = Chain(0, FIRST)
+    chain = LogChain(0, FIRST)
     _compare(path, chain, noted)
     # `splitlines` is not used: it would accept other line ends, which are changes.
     for line in content.split(b"\n")[:-1]:
@@ -281,14 +281,14 @@ def _chain(path: Path, content: bytes) -> Chain:
                 f"{path}: line {number} does not follow {before}: one was changed, or others "
                 "stood between"
             )
-        chain = Chain(number, hashlib.sha256(line).hexdigest())
+        chain = LogChain(number, hashlib.sha256(line).hexdigest())
         _compare(path, chain, noted)
     if noted is not None and noted.lines > chain.lines:
         raise AuditError(f"{path}: line {chain.lines + 1} is missing: it had {noted.lines} lines")
     return chain
 
 
-def _compare(path: Path, chain: Chain, noted: Chain | None) -> None:
+def _compare(path: Path, chain: LogChain, noted: LogChain | None) -> None:
     if noted is not None and noted.lines == chain.lines and noted.digest != chain.digest:
         raise AuditError(f"{path}: line {chain.lines} is not the one that was written")
 
@@ -297,9 +297,9 @@ def _head(path: Path) -> Path:
     return path.with_name(f"{path.name}.head")
 
 
-def _read_head(path: Path) -> Chain | None:
+def _read_head(path: Path) -> LogChain | None:
     """Return the content of the head file; None if the file is missing or unreadable."""
     try:
-        return msgspec.json.decode(contents(_head(path)), type=Chain)
+        return msgspec.json.decode(contents(_head(path)), type=LogChain)
     except (OSError, ValueError, RecursionError):
         return None

@@ -1,9 +1,9 @@
 """WebSocket channel of a client to its server, opened by a signed request.
 
-The channel connects as a `Link` does, over TLS and through the proxy of the environment, and raises
-the same errors: LinkLostError or BusyError for transient failures, RefusedError for a server that
-refuses. The channel answers pings while the client computes. The channel writes a line of the audit
-log before each message (`audit`).
+The channel connects as a `HttpLink` does, over TLS and through the proxy of the environment, and
+raises the same errors: LinkLostError or BusyError for transient failures, RefusedError for a server
+that refuses. The channel answers pings while the client computes. The channel writes a line of the
+audit log before each message (`audit`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from dure.wire.signatures import NONCE, Signer, digest_of
-from dure.worlds.network.client.audit import Audit, Kind
+from dure.worlds.network.client.audit import AuditLog, Kind
 from dure.worlds.network.client.connection import (
     Connection,
-    Limits,
+    ConnectionLimits,
     LinkLostError,
-    lost,
-    place_of,
+    connection_error_of,
     proxy_for,
+    server_address_of,
 )
-from dure.worlds.network.client.link import BusyError, RefusedError, StoppedError, own_words
+from dure.worlds.network.client.link import BusyError, RefusedError, StoppedError, refusal_reason
 from dure.worlds.network.frame_limits import FLOOD, PROTOCOL_ERROR, TOO_BIG, UNSUPPORTED
 
 try:
@@ -47,15 +47,15 @@ _REFUSALS = (PROTOCOL_ERROR, UNSUPPORTED, FLOOD, TOO_BIG)
 """Close codes for a message beyond a limit: a retry would fail too."""
 
 
-class OverError(Exception):
+class RunEndedError(Exception):
     """The run has ended; the message is the reason."""
 
 
 class Channel:
     """Ordered frames between client and server.
 
-    `stop` ends every wait. `audit` is the audit log; None for no log. Raises as `Link` does if the
-    channel cannot be opened.
+    `stop` ends every wait. `audit` is the audit log; None for no log. Raises as `HttpLink` does if
+    the channel cannot be opened.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Channel:
         signer: Signer,
         stop: threading.Event,
         heartbeat: float,
-        audit: Audit | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
         self._audit = audit
-        self._place = place_of(url)
+        self._place = server_address_of(url)
         self._context = (context or ssl.create_default_context()) if self._place.secure else None
         self._signer = signer
         self._stop = stop
@@ -78,7 +78,7 @@ class Channel:
     def _opened(self, again: bool) -> WebSocket:
         signed = self._signer.sign("GET", PATH, digest_of())
         try:
-            limits = Limits(CONNECT_SECONDS)
+            limits = ConnectionLimits(CONNECT_SECONDS)
             connection = Connection(self._place, self._context, proxy_for(self._place), limits)
             url = f"ws://{self._place}{self._place.prefix}{PATH}"
             sock = connection.sock
@@ -92,10 +92,10 @@ class Channel:
         except InvalidHandshake as error:
             raise LinkLostError(f"{self._place} opens no channel: {error}") from error
         except OSError as error:
-            raise lost(error, self._place, CONNECT_SECONDS) from error
+            raise connection_error_of(error, self._place, CONNECT_SECONDS) from error
 
     def _refused(self, status: int, body: bytes) -> RefusedError | BusyError:
-        reason = own_words(body) or f"{self._place} answers {status} to a channel"
+        reason = refusal_reason(body) or f"{self._place} answers {status} to a channel"
         if status >= 500 or status in (408, 425, 429):
             return BusyError(status, reason)
         return RefusedError(status, reason, body)
@@ -126,7 +126,7 @@ class Channel:
     def say(self, frame: Sequence[Buffer], kind: Kind = "message", at_once: bool = True) -> None:
         """Write the audit line of a frame, and send the frame in pieces.
 
-        `kind` and `at_once` are as in `Audit.record`. Raises as `next` does, and
+        `kind` and `at_once` are as in `AuditLog.record`. Raises as `next` does, and
         RunFolderWriteError if the line cannot be written.
         """
         if self._audit is not None:
@@ -138,7 +138,7 @@ class Channel:
 
     def _closed(self, error: ClosedError) -> Exception:
         if error.code == OVER:
-            return OverError(error.reason)
+            return RunEndedError(error.reason)
         if error.code == TURNED_AWAY or error.code in _REFUSALS:
             return RefusedError(422, error.reason)
         return LinkLostError(f"the connection to {self._place} broke")

@@ -69,7 +69,7 @@ class WrongAddressError(DureError):
     exit_code = 2
 
 
-class Place(NamedTuple):
+class ServerAddress(NamedTuple):
     """Address of a server. `prefix` is the path before each request's path, "" or "/dure"."""
 
     secure: bool
@@ -82,7 +82,7 @@ class Place(NamedTuple):
         return f"{host}:{self.port}"
 
 
-def place_of(url: str) -> Place:
+def server_address_of(url: str) -> ServerAddress:
     """Parse a server's URL. Raises ValueError for an invalid URL."""
     said = urllib.parse.urlsplit(url)
     if said.scheme not in ("https", "http") or not said.hostname:
@@ -91,7 +91,7 @@ def place_of(url: str) -> Place:
         raise ValueError(f"{url!r} has more than https://HOST:PORT/PATH: leave out the rest")
     secure = said.scheme == "https"
     port = said.port or (443 if secure else 80)
-    return Place(secure, said.hostname, port, said.path.rstrip("/"))
+    return ServerAddress(secure, said.hostname, port, said.path.rstrip("/"))
 
 
 class Proxy(NamedTuple):
@@ -102,7 +102,7 @@ class Proxy(NamedTuple):
     headers: dict[str, str]
 
 
-def proxy_for(place: Place) -> Proxy | None:
+def proxy_for(place: ServerAddress) -> Proxy | None:
     """Return the proxy of the environment; None for a direct connection.
 
     Raises ValueError for a proxy whose scheme is not http.
@@ -128,7 +128,7 @@ def proxy_for(place: Place) -> Proxy | None:
 
 
 @dataclass
-class Limits:
+class ConnectionLimits:
     """Timeouts and size limit of a connection, and its progress.
 
     Args:
@@ -168,7 +168,7 @@ class Limits:
 class _Incoming(io.RawIOBase):
     """Raw input of a socket, within the limits."""
 
-    def __init__(self, sock: socket.socket, limits: Limits) -> None:
+    def __init__(self, sock: socket.socket, limits: ConnectionLimits) -> None:
         self._sock = sock
         # The file object keeps the socket open until the answer is read, as the library expects.
         self._raw = cast(io.RawIOBase, sock.makefile("rb", buffering=0))
@@ -194,7 +194,7 @@ class _Source(NamedTuple):
     """Object that `http.client.HTTPResponse` uses as its socket."""
 
     sock: socket.socket
-    limits: Limits
+    limits: ConnectionLimits
 
     def makefile(self, mode: str) -> io.BufferedReader:
         return io.BufferedReader(_Incoming(self.sock, self.limits), _READ_AHEAD)
@@ -204,7 +204,11 @@ class Connection(http.client.HTTPConnection):
     """Open HTTP connection. Raises OSError if the connection fails."""
 
     def __init__(
-        self, place: Place, context: ssl.SSLContext | None, proxy: Proxy | None, limits: Limits
+        self,
+        place: ServerAddress,
+        context: ssl.SSLContext | None,
+        proxy: Proxy | None,
+        limits: ConnectionLimits,
     ) -> None:
         to = proxy or place
         super().__init__(to.host, to.port, timeout=limits.silent)
@@ -293,8 +297,8 @@ def _arrange(sock: socket.socket) -> None:
                 raise
 
 
-def lost(
-    error: Exception, place: Place, seconds: float, heard: bool = True
+def connection_error_of(
+    error: Exception, place: ServerAddress, seconds: float, heard: bool = True
 ) -> LinkLostError | NotTrustedError | WrongAddressError:
     """Return the error for a broken connection; the table is in `dure.worlds.network.client.link`.
 
@@ -313,15 +317,15 @@ def lost(
     if wrong is not None:
         return WrongAddressError(wrong)
     reason = " ".join(_reason(error, place, seconds).split())
-    if place.secure and not heard and closed_without_a_word(error):
-        reason += f" before it answered: {ASKS_FOR_ONE}"
+    if place.secure and not heard and closed_silently(error):
+        reason += f" before it answered: {CERTIFICATE_HINT}"
     return LinkLostError(reason)
 
 
-ASKS_FOR_ONE = "does it ask for a certificate, or another one, of yours?"
+CERTIFICATE_HINT = "does it ask for a certificate, or another one, of yours?"
 
 
-def closed_without_a_word(error: Exception) -> bool:
+def closed_silently(error: Exception) -> bool:
     """Return whether a server closed the connection without an answer.
 
     A server often refuses a client's certificate so, and a server that ends closes connections so.
@@ -329,7 +333,7 @@ def closed_without_a_word(error: Exception) -> bool:
     return isinstance(error, ConnectionError | ssl.SSLEOFError)
 
 
-def _wrong_address(error: Exception, place: Place) -> str | None:
+def _wrong_address(error: Exception, place: ServerAddress) -> str | None:
     """Return the reason why no server can be at this address; None if a server may be there."""
     if isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_HOST:
         return f"there is no host {place.host}: {error.strerror}"
@@ -339,7 +343,7 @@ def _wrong_address(error: Exception, place: Place) -> str | None:
         return f"{place} speaks no TLS that this machine speaks: {error.reason}"
     # The library's own words about the proxy's answer to CONNECT.
     status = re.match(r"Tunnel connection failed: (4\d\d) (.*)", str(error))
-    if status is not None and int(status[1]) not in NOT_NOW:
+    if status is not None and int(status[1]) not in RETRYABLE_STATUSES:
         return f"the proxy does not lead to {place}: {status[1]} {status[2]}"
     return None
 
@@ -349,7 +353,7 @@ _NO_SUCH_HOST = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NON
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
 _NO_COMMON_TLS = ("PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL", "INSUFFICIENT_SECURITY")
 _NOT_OURS = ("CERTIFICATE", "UNKNOWN_CA", "HANDSHAKE_FAILURE", "ACCESS_DENIED")
-NOT_NOW = (408, 425, 429)
+RETRYABLE_STATUSES = (408, 425, 429)
 """Status codes below 500 of requests that may be repeated."""
 
 
@@ -357,7 +361,7 @@ def _has(error: ssl.SSLError, words: tuple[str, ...]) -> bool:
     return any(word in (error.reason or "") for word in words)
 
 
-def _untrusted(error: ssl.SSLCertVerificationError, place: Place) -> str:
+def _untrusted(error: ssl.SSLCertVerificationError, place: ServerAddress) -> str:
     hint = "give the certificate of the authority that signed it (--authority)"
     if "not yet valid" in error.verify_message or "expired" in error.verify_message:
         hint = "look at the clock of this machine, and at the certificate's dates"
@@ -370,7 +374,7 @@ def _refuses_ours(error: ssl.SSLError) -> bool:
     return "ALERT" in (error.reason or "") and _has(error, _NOT_OURS)
 
 
-def _reason(error: Exception, place: Place, seconds: float) -> str:
+def _reason(error: Exception, place: ServerAddress, seconds: float) -> str:
     if isinstance(error, ConnectionRefusedError):
         return f"{place} refuses connections: is the server running?"
     if isinstance(error, socket.gaierror):

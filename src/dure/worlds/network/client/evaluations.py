@@ -15,7 +15,7 @@ from dure.worlds.network.client.policy import Policy
 from dure.worlds.network.client.state import ClientState
 
 
-class Evaluations:
+class EvaluationBound:
     """Evaluated models of a run, bounded by the site's policy.
 
     `state` stores the list between starts of the client.

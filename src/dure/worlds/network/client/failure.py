@@ -17,7 +17,7 @@ MOST_MESSAGE = 2000
 """Maximum characters of a message that travel."""
 
 
-def what_is_told(
+def failure_report(
     ticket: int, error: BaseException, share: bool, folder: Path | None = None
 ) -> TrainingFailure:
     """Return the report of an error.

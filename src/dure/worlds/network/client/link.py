@@ -1,9 +1,9 @@
 """Client's HTTP requests to a server, with signatures, error classes and retries.
 
-A `Link` is a connection that stays open between requests. If the server has closed an idle
+A `HttpLink` is a connection that stays open between requests. If the server has closed an idle
 connection, the link reopens it and sends the request again: all requests are idempotent. The class
-of the error describes every other failure. `patiently` retries after the first two; the others end
-a client:
+of the error describes every other failure. `call_with_retries` retries after the first two; the
+others end a client:
 
     LinkLostError      refused, reset, cut off, timeout, no route, a name server
                        without an answer, a busy proxy
@@ -19,9 +19,9 @@ a client:
        obstacle may be transient: the login page of a hotel, a name that is known only inside a
        VPN, a certificate under renewal. These errors then become LinkLostError and BusyError.
 
-The waiting time of `patiently` doubles with each attempt, and is drawn uniformly between 0 and that
-time, so that the clients of a restarted server do not return simultaneously ("full jitter": M.
-Brooker, Exponential backoff and jitter, AWS architecture blog, 2015).
+The waiting time of `call_with_retries` doubles with each attempt, and is drawn uniformly between 0
+and that time, so that the clients of a restarted server do not return simultaneously ("full
+jitter": M. Brooker, Exponential backoff and jitter, AWS architecture blog, 2015).
 """
 
 from __future__ import annotations
@@ -51,36 +51,36 @@ from dure.wire.requests import (
     to_json,
 )
 from dure.worlds.network.client.connection import (
-    ASKS_FOR_ONE,
-    NOT_NOW,
+    CERTIFICATE_HINT,
     READ_AT_ONCE,
+    RETRYABLE_STATUSES,
     SENT_AT_ONCE,
     Connection,
-    Limits,
+    ConnectionLimits,
     LinkLostError,
     NotTrustedError,
     WrongAddressError,
-    closed_without_a_word,
-    lost,
-    place_of,
+    closed_silently,
+    connection_error_of,
     proxy_for,
+    server_address_of,
 )
 
 __all__ = [
-    "Answer",
     "Backoff",
     "BusyError",
-    "Link",
+    "HttpAnswer",
+    "HttpLink",
     "LinkLostError",
     "NotTrustedError",
-    "Outgoing",
+    "OutgoingBody",
     "RefusedError",
-    "Signs",
+    "RequestSigner",
     "StoppedError",
-    "Streamed",
+    "StreamedAnswer",
     "UnfitMessageError",
     "WrongAddressError",
-    "patiently",
+    "call_with_retries",
 ]
 
 MOST_HEAD = 1 << 18
@@ -145,7 +145,7 @@ class StoppedError(Exception):
     """The caller has ended the operation: `stop` was set, or the link was closed."""
 
 
-class Signs(Protocol):
+class RequestSigner(Protocol):
     """Signer of requests. Several threads may call it at once."""
 
     def headers(self, method: str, path: str, digest: str) -> Mapping[str, str]:
@@ -155,7 +155,7 @@ class Signs(Protocol):
         """Use this nonce of the server from now on."""
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """Answer of a server. The names of `headers` are in lower case."""
 
     status: int
@@ -163,7 +163,7 @@ class Answer(NamedTuple):
     body: bytes
 
 
-class Streamed(NamedTuple):
+class StreamedAnswer(NamedTuple):
     """Answer whose body is read as it arrives.
 
     `read` fills the front of the memory and returns the number of bytes, 0 at the end. It raises
@@ -175,7 +175,7 @@ class Streamed(NamedTuple):
     read: Callable[[memoryview], int]
 
 
-class Outgoing(NamedTuple):
+class OutgoingBody(NamedTuple):
     """Body of a request.
 
     `digest` is its SHA-256. `pieces` yields the bytes from the beginning at each call; its errors
@@ -187,11 +187,11 @@ class Outgoing(NamedTuple):
     pieces: Callable[[], Iterator[bytes | memoryview]]
 
 
-def _outgoing(body: bytes) -> Outgoing:
-    return Outgoing(len(body), hashlib.sha256(body).hexdigest(), lambda: iter((body,)))
+def _outgoing(body: bytes) -> OutgoingBody:
+    return OutgoingBody(len(body), hashlib.sha256(body).hexdigest(), lambda: iter((body,)))
 
 
-class Link:
+class HttpLink:
     """Requests to a server, by one thread at a time.
 
     Args:
@@ -213,7 +213,7 @@ class Link:
         url: str,
         *,
         context: ssl.SSLContext | None = None,
-        signs: Signs | None = None,
+        signs: RequestSigner | None = None,
         connect_seconds: float = 10.0,
         silent_seconds: float = 30.0,
         idle_seconds: float = 55.0,
@@ -222,7 +222,7 @@ class Link:
         self.known = known
         self._silent = 0
         """Connections in a row that were closed without an answer."""
-        self.place = place_of(url)
+        self.place = server_address_of(url)
         self._proxy = proxy_for(self.place)
         self._context = (context or ssl.create_default_context()) if self.place.secure else None
         self._signs = signs
@@ -230,7 +230,7 @@ class Link:
         self.silent_seconds = silent_seconds
         self._idle_seconds = idle_seconds
         self.most_part: int | None = None
-        self._limits = Limits(silent_seconds)
+        self._limits = ConnectionLimits(silent_seconds)
         self._connection: Connection | None = None
         self._used = 0.0
         self._closed = False
@@ -244,7 +244,7 @@ class Link:
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
         most: int = MOST_BODY,
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Send a request with a small answer, and return the answer.
 
         Args:
@@ -277,7 +277,7 @@ class Link:
         headers = {"content-type": "application/json"}
         return self.understood(self.request(method, path, to_json(said), headers, timeout), kind)
 
-    def understood(self, answer: Answer, kind: type[Body]) -> Body:
+    def understood(self, answer: HttpAnswer, kind: type[Body]) -> Body:
         """Decode an answer.
 
         Raises UnfitMessageError for a value out of range. An answer of another form is not a dure
@@ -304,16 +304,16 @@ class Link:
         self,
         method: str,
         path: str,
-        body: Outgoing,
+        body: OutgoingBody,
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
         most: int = MOST_BODY,
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Send a request with a long body, as `request` does."""
         seconds = self.silent_seconds if timeout is None else timeout
         with self._held(), self._told(seconds):
             response = self._answered(method, path, body, headers or {}, seconds)
-            return Answer(response.status, _headers(response), self._whole(response, most))
+            return HttpAnswer(response.status, _headers(response), self._whole(response, most))
 
     @contextmanager
     def stream(
@@ -322,7 +322,7 @@ class Link:
         path: str,
         headers: Mapping[str, str] | None = None,
         most: int = MOST_BODY,
-    ) -> Iterator[Streamed]:
+    ) -> Iterator[StreamedAnswer]:
         """Send a request whose long answer is read within the block. Raises as `request` does."""
         with self._held():
             with self._told(self.silent_seconds):
@@ -333,7 +333,7 @@ class Link:
             limits.until = None
             limits.left = most + MOST_HEAD
             try:
-                yield Streamed(response.status, _headers(response), self._reader(response))
+                yield StreamedAnswer(response.status, _headers(response), self._reader(response))
             finally:
                 # The rest of the body would be read as the next answer.
                 if not response.isclosed():
@@ -352,7 +352,7 @@ class Link:
             finally:
                 self._one.release()
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> HttpLink:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -396,19 +396,20 @@ class Link:
 
     def _judged(self, error: Exception, seconds: float) -> Exception:
         """Return the module's error for a failure of an open connection."""
-        judged = lost(error, self.place, seconds, self._limits.heard)
-        told = self.place.secure and not self._limits.heard and closed_without_a_word(error)
+        judged = connection_error_of(error, self.place, seconds, self._limits.heard)
+        told = self.place.secure and not self._limits.heard and closed_silently(error)
         self._silent = self._silent + 1 if told else 0
         if self._silent >= MOST_SILENT and not self.known:
             return NotTrustedError(
-                f"{self.place} has closed {self._silent} connections without a word: {ASKS_FOR_ONE}"
+                f"{self.place} has closed {self._silent} connections without a word: "
+                f"{CERTIFICATE_HINT}"
             )
         if isinstance(judged, NotTrustedError | WrongAddressError) and self.known:
             return LinkLostError(str(judged))
         return judged
 
     def _answered(
-        self, method: str, path: str, body: Outgoing, headers: Mapping[str, str], seconds: float
+        self, method: str, path: str, body: OutgoingBody, headers: Mapping[str, str], seconds: float
     ) -> http.client.HTTPResponse:
         """Send a request and return the answer with its body unread, if the status is 2xx.
 
@@ -428,11 +429,11 @@ class Link:
         self, response: http.client.HTTPResponse, body: bytes, method: str
     ) -> RefusedError | BusyError:
         status = response.status
-        said = own_words(body)
+        said = refusal_reason(body)
         if said is not None:
             self.known = True
         reason = said or _status(response)
-        if status >= 500 or status in NOT_NOW:
+        if status >= 500 or status in RETRYABLE_STATUSES:
             return BusyError(status, reason, _retry_after(response.headers.get("retry-after")))
         # If a proxy refuses a long body, the uploader sends smaller parts.
         if said is not None or method == "PATCH":
@@ -440,7 +441,7 @@ class Link:
         return self._foreign(status, reason, body)
 
     def _exchanged(
-        self, method: str, path: str, body: Outgoing, headers: Mapping[str, str], seconds: float
+        self, method: str, path: str, body: OutgoingBody, headers: Mapping[str, str], seconds: float
     ) -> http.client.HTTPResponse:
         """Send a request and return an answer of any status, reopening a closed idle connection."""
         connection = self._kept()
@@ -459,7 +460,7 @@ class Link:
         connection: Connection,
         method: str,
         path: str,
-        body: Outgoing,
+        body: OutgoingBody,
         headers: Mapping[str, str],
         seconds: float,
     ) -> http.client.HTTPResponse:
@@ -529,11 +530,11 @@ class Link:
     def _opened(self) -> Connection:
         if self._closed:
             raise StoppedError("the link is closed")
-        limits = Limits(self._connect_seconds)
+        limits = ConnectionLimits(self._connect_seconds)
         try:
             connection = Connection(self.place, self._context, self._proxy, limits)
         except OSError as error:
-            raise lost(error, self.place, self._connect_seconds) from error
+            raise connection_error_of(error, self.place, self._connect_seconds) from error
         limits.silent = self.silent_seconds
         self._limits = limits
         self._connection = connection
@@ -579,7 +580,7 @@ def _headers(response: http.client.HTTPResponse) -> dict[str, str]:
     return {name.lower(): value for name, value in response.getheaders()}
 
 
-def own_words(body: bytes) -> str | None:
+def refusal_reason(body: bytes) -> str | None:
     """Return the reason of a dure server's refusal; None for any other body."""
     try:
         return one_line(from_json(body, Refusal).error)
@@ -631,7 +632,7 @@ def _untold(error: OSError, seconds: float) -> None:
     pass
 
 
-def patiently(
+def call_with_retries(
     call: Callable[[], _Result],
     backoff: Backoff,
     stop: threading.Event,

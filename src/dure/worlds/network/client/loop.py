@@ -42,18 +42,18 @@ from dure.wire.requests import (
     Welcome,
 )
 from dure.wire.tensors import digest_of, forms_of, size_of
-from dure.worlds.network.client.failure import what_is_told
+from dure.worlds.network.answer_tensors import forms_of as wanted_forms
+from dure.worlds.network.answer_tensors import named
+from dure.worlds.network.client.failure import failure_report
 from dure.worlds.network.client.link import RefusedError, StoppedError
 from dure.worlds.network.client.session import (
     LAST,
     GaveUpError,
     NotWantedError,
     Session,
-    Watching,
+    WorkWatcher,
     tensors_in,
 )
-from dure.worlds.network.wanted import forms_of as wanted_forms
-from dure.worlds.network.wanted import named
 
 NOT_WANTED = 410
 """HTTP status for work that is no longer needed."""
@@ -65,7 +65,7 @@ MOST_WAIT = 60.0
 """Maximum seconds between two attempts of a client whose own code raises repeatedly."""
 
 
-class Answered(NamedTuple):
+class TrainedAssignment(NamedTuple):
     """Result of an assignment at a site.
 
     `reserve` is the update without its tensors. `memory` is the state of the algorithm if the
@@ -79,7 +79,7 @@ class Answered(NamedTuple):
     keep: bool = True
 
 
-class Site(Protocol):
+class TrainingSite(Protocol):
     """Work of a site for a server: training, evaluation and protocol steps.
 
     The loop depends on neither the model nor the algorithm. `holds` is True if the site knows from
@@ -108,7 +108,7 @@ class Site(Protocol):
 
     def train(
         self, train: Train, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
-    ) -> Answered:
+    ) -> TrainedAssignment:
         """Train from a model and return the update.
 
         Calls `wanted` now and then, and raises NotWantedError if the update is no longer needed.
@@ -143,7 +143,7 @@ Event = Callable[[str, Mapping[str, object]], None]
 """Listener for events, such as ("training", {"round": 3, …})."""
 
 
-class Loop:
+class ClientLoop:
     """Client that works until the run ends or the client is stopped.
 
     `closed` returns the seconds until the site's working hours; 0 within them.
@@ -152,7 +152,7 @@ class Loop:
     def __init__(
         self,
         session: Session,
-        site: Site,
+        site: TrainingSite,
         event: Event,
         closed: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -386,7 +386,7 @@ class Loop:
                 return reserve, tensors_in(self.state.update(train.ticket))
         return None
 
-    def _answered(self, train: Train, wanted: Watching) -> Answered | None:
+    def _answered(self, train: Train, wanted: WorkWatcher) -> TrainedAssignment | None:
         """Train and store the update; None if the site's code raised or the work is not needed."""
         tensors = self._fetched(train)
         if tensors is None:
@@ -429,7 +429,7 @@ class Loop:
                 raise
             return None
 
-    def _not_wanted(self, train: Train, wanted: Watching) -> None:
+    def _not_wanted(self, train: Train, wanted: WorkWatcher) -> None:
         self.event("not wanted", {"round": train.round, "why": wanted.reason})
 
     def _refused(self, train: Train, refused: RefusedError) -> None:
@@ -441,7 +441,7 @@ class Loop:
     def _fails(self, train: Train, error: Exception) -> None:
         """Report an error of the site's own code, and wait before the next attempt."""
         site = self.site
-        told = what_is_told(train.ticket, error, site.share_errors, site.folder)
+        told = failure_report(train.ticket, error, site.share_errors, site.folder)
         self._give_up(train, told, described(error))
 
     def _give_up(self, train: Train, told: TrainingFailure, why: str) -> None:

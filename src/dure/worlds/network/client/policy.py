@@ -69,7 +69,7 @@ from dure.references import is_reference, last_part
 from dure.wire.members import parse_key
 from dure.wire.requests import TaskDescription, Welcome
 from dure.worlds.network.client.agreement import model_bytes
-from dure.worlds.network.client.quota import by_default
+from dure.worlds.network.client.quota import default_quota
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -291,13 +291,13 @@ class Policy:
         """Return the bytes that the run may store at the site."""
         if self.storage is not None:
             return self.storage
-        return by_default(model_bytes(trains) + trains.frozen_bytes)
+        return default_quota(model_bytes(trains) + trains.frozen_bytes)
 
     def evaluation(self, examples: int, earlier: int) -> str:
         """Return the reason against an evaluation; "" if it is allowed.
 
         `examples` is the number of held-out examples. `earlier` is the number of models of the same
-        round that the site has evaluated, which `Evaluations` counts.
+        round that the site has evaluated, which `EvaluationBound` counts.
         """
         most = self.evaluations_per_round
         if examples < self.smallest_test_set:

@@ -57,6 +57,6 @@ class Quota:
             )
 
 
-def by_default(model: int) -> int:
+def default_quota(model: int) -> int:
     """Return the default quota in bytes for a model, frozen weights included, of `model` bytes."""
     return COPIES * model + BESIDE

@@ -43,18 +43,18 @@ from dure.wire.requests import (
 from dure.wire.signatures import NONCE, Key, Signer, prove
 from dure.wire.tensors import TensorsError, TensorSpec, check, forms_of, receive
 from dure.worlds.network.client.agreement import ServerChecks
-from dure.worlds.network.client.audit import Audit, Kind
+from dure.worlds.network.client.audit import AuditLog, Kind
 from dure.worlds.network.client.channel import Channel
 from dure.worlds.network.client.link import (
     Backoff,
     BusyError,
-    Link,
+    HttpLink,
     LinkLostError,
     StoppedError,
     UnfitMessageError,
-    patiently,
+    call_with_retries,
 )
-from dure.worlds.network.client.state import About, ClientState
+from dure.worlds.network.client.state import ClientState, FolderOwner
 from dure.worlds.network.client.transfer import TransferError, download, upload
 
 QUICK = 0.5
@@ -98,7 +98,7 @@ REST = 0.2
 """Seconds before a broken channel is reopened."""
 
 
-class Signed:
+class LinkSigner:
     """Signer of the requests of a link; all links of a client share the server's nonces."""
 
     def __init__(self, signer: Signer) -> None:
@@ -135,7 +135,7 @@ class Session:
         *,
         context: ssl.SSLContext | None,
         state: ClientState,
-        audit: Audit | None,
+        audit: AuditLog | None,
         stop: threading.Event,
         tell: Tell = lambda text: None,
         bytes_per_second: float | None = None,
@@ -169,10 +169,12 @@ class Session:
         A model for evaluation lacks the extras of the algorithm.
         """
 
-    def _made(self) -> Link:
+    def _made(self) -> HttpLink:
         about = self.state.about
         known = about is not None and about.url == self.url
-        return Link(self.url, context=self._context, signs=Signed(self._signer), known=known)
+        return HttpLink(
+            self.url, context=self._context, signs=LinkSigner(self._signer), known=known
+        )
 
     def close(self) -> None:
         self._link.close()
@@ -185,7 +187,7 @@ class Session:
         return self._key
 
     def channel(self) -> Channel:
-        """Open a channel without retries. Raises as `Link` does."""
+        """Open a channel without retries. Raises as `HttpLink` does."""
         return Channel(
             self.url, self._context, self._signer, self.stop, self.heartbeat, self._audit
         )
@@ -226,7 +228,7 @@ class Session:
 
     def belongs(self, welcome: Welcome, name: str) -> None:
         """Bind the folder to this client. Raises StateError if the folder is another client's."""
-        self.state.enter(About(self.url, welcome.run, welcome.client, name))
+        self.state.enter(FolderOwner(self.url, welcome.run, welcome.client, name))
 
     # Work
 
@@ -371,9 +373,9 @@ class Session:
         self._post("/v1/measured", measured, "metrics", None, measured.round)
 
     @contextmanager
-    def working(self, ticket: int) -> Iterator[Watching]:
+    def working(self, ticket: int) -> Iterator[WorkWatcher]:
         """Context manager: tell the server that the client works, and yield whether to continue."""
-        watched = Watching(self, ticket)
+        watched = WorkWatcher(self, ticket)
         try:
             yield watched
         finally:
@@ -413,7 +415,7 @@ class Session:
 
     def _patiently(self, call: Callable[[], Any], limit: float | None) -> Any:
         with self._given_up(limit):
-            return patiently(call, self._backoff, self.stop, self._tells, limit)
+            return call_with_retries(call, self._backoff, self.stop, self._tells, limit)
 
     @contextmanager
     def _given_up(self, limit: float | None = None) -> Iterator[None]:
@@ -445,7 +447,7 @@ class Session:
         round: int | None = None,
         at_once: bool = True,
     ) -> None:
-        """Write the audit line of a message before it is sent, as `Audit.record` does."""
+        """Write the audit line of a message before it is sent, as `AuditLog.record` does."""
         if self._audit is not None:
             self._audit.record(kind, body, ticket, round, at_once)
 
@@ -465,18 +467,18 @@ class Session:
     def _tells(self, error: OSError, seconds: float) -> None:
         self.tell(f"{error}; trying again in {seconds:.1f} s")
 
-    def watch(self, ticket: int, link: Link) -> WatchAnswer:
+    def watch(self, ticket: int, link: HttpLink) -> WatchAnswer:
         """Ask the server whether the work is still needed."""
         said = WatchRequest(ticket)
         self._note("watch", to_json(said), ticket, at_once=False)
         return link.ask("POST", "/v1/watch", said, WatchAnswer, 2 * self.heartbeat)
 
-    def another_link(self) -> Link:
+    def another_link(self) -> HttpLink:
         """Open another link to the server, signed with the client's key."""
         return self._made()
 
 
-class Watching:
+class WorkWatcher:
     """Thread that asks whether work is still needed, after `QUICK` seconds, over its own link.
 
     The request stays open while the client works, which shows the server that the client is alive.
@@ -491,7 +493,7 @@ class Watching:
         self.unfit: UnfitMessageError | None = None
         """Invalid answer of the server, which ends the work."""
         self._done = threading.Event()
-        self._link: Link | None = None
+        self._link: HttpLink | None = None
         self._thread = threading.Thread(target=self._watch, name="dure watches", daemon=True)
         self._thread.start()
 

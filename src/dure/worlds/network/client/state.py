@@ -50,9 +50,9 @@ from dure.record.untrusted_files import contents, opened
 from dure.wire.requests import UploadRequest, from_json, to_json
 from dure.wire.signatures import Key
 from dure.worlds.network.client.agreement import AgreedRun
-from dure.worlds.network.client.lock import lock, unlock
+from dure.worlds.network.client.file_lock import lock, unlock
 from dure.worlds.network.client.quota import Quota
-from dure.worlds.network.client.spent import SpentModelsFile
+from dure.worlds.network.client.spent_models import SpentModelsFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +73,7 @@ _BEGIN = b'{"checksum":"'
 _MIDDLE = b'","kept":'
 
 
-class About(msgspec.Struct, frozen=True):
+class FolderOwner(msgspec.Struct, frozen=True):
     """Owner of a folder: the server's URL, the run, and the number and name of the client."""
 
     url: str
@@ -119,7 +119,7 @@ class _Kept(msgspec.Struct, frozen=True):
         spent: Least number of models in the file of spent models.
     """
 
-    about: About | None = None
+    about: FolderOwner | None = None
     model: _File | None = None
     frozen: _File | None = None
     personal: _File | None = None
@@ -190,7 +190,7 @@ class ClientState:
         return self._temporary
 
     @property
-    def about(self) -> About | None:
+    def about(self) -> FolderOwner | None:
         """Owner of the folder; None for a new folder."""
         return self._kept.about
 
@@ -199,7 +199,7 @@ class ClientState:
         """Path of the client's private key."""
         return self.folder / KEY
 
-    def enter(self, about: About) -> None:
+    def enter(self, about: FolderOwner) -> None:
         """Bind the folder to this client; only the server's URL may change later.
 
         Raises StateError if the folder belongs to another client or another run.
@@ -622,7 +622,7 @@ def _locked(folder: Path) -> int:
         raise StateError(f"{folder} can be no folder of a client: {error.strerror}") from error
 
 
-def _who(about: About) -> str:
+def _who(about: FolderOwner) -> str:
     return f"client {about.client} ({about.name}) of run {about.run}"
 
 

@@ -38,16 +38,16 @@ from dure.wire.requests import RequestError, UploadRequest, UploadState, from_js
 from dure.wire.tensors import TensorsError, TensorSpec, bytes_of, forms_of, receive
 from dure.worlds.network.client.connection import READ_AT_ONCE, SENT_AT_ONCE
 from dure.worlds.network.client.link import (
-    Answer,
     Backoff,
     BusyError,
-    Link,
+    HttpAnswer,
+    HttpLink,
     LinkLostError,
-    Outgoing,
+    OutgoingBody,
     RefusedError,
     StoppedError,
-    Streamed,
-    patiently,
+    StreamedAnswer,
+    call_with_retries,
 )
 
 LEAST_PART = 1 << 16
@@ -108,7 +108,7 @@ class _Pace:
 
 
 def download(
-    link: Link,
+    link: HttpLink,
     digest: str,
     size: int,
     expected: Mapping[str, TensorSpec] | None,
@@ -139,7 +139,7 @@ def download(
     Raises:
         TransferError: The stream is damaged twice, or has other tensors.
         RefusedError: The server does not have the stream.
-        NotTrustedError, StoppedError: As in `Link`.
+        NotTrustedError, StoppedError: As in `HttpLink`.
         RunFolderWriteError: The file cannot be written.
     """
     damage: Exception | None = None
@@ -165,7 +165,7 @@ class _Coming:
 
     def __init__(
         self,
-        link: Link,
+        link: HttpLink,
         digest: str,
         size: int,
         stop: threading.Event,
@@ -186,7 +186,7 @@ class _Coming:
         self.limit: float | None = None
         self._sha = hashlib.sha256()
         self._at = 0
-        self._answer: Streamed | None = None
+        self._answer: StreamedAnswer | None = None
         self._open = ExitStack()
 
     def __enter__(self) -> _Coming:
@@ -204,7 +204,7 @@ class _Coming:
             return 0
         some = memory[: self._pace.at_once(READ_AT_ONCE)]
         # Every received byte resets the backoff for the next interruption.
-        count = patiently(
+        count = call_with_retries(
             lambda: self._some(some), self._backoff, self._stop, self._tell, self.limit
         )
         self._sha.update(some[:count])
@@ -228,7 +228,7 @@ class _Coming:
             raise
         return count
 
-    def _asked(self) -> Streamed:
+    def _asked(self) -> StreamedAnswer:
         """Request the stream from byte `_at` on."""
         headers = {}
         path = f"/v1/tensors/{self._name}"
@@ -247,7 +247,7 @@ class _Coming:
             self._open = opened.pop_all()
         return answer
 
-    def _begin(self, answer: Streamed) -> int:
+    def _begin(self, answer: StreamedAnswer) -> int:
         """Return the offset of the answer: 0 if a proxy ignores ranges and sends everything."""
         if answer.status != 206:
             return 0
@@ -257,7 +257,7 @@ class _Coming:
         return self._at
 
 
-def _skip(answer: Streamed, count: int) -> None:
+def _skip(answer: StreamedAnswer, count: int) -> None:
     memory = memoryview(bytearray(min(count, READ_AT_ONCE)))
     while count:
         read = answer.read(memory[:count])
@@ -307,7 +307,7 @@ class _Kept:
 
 
 def upload(
-    link: Link,
+    link: HttpLink,
     reserve: UploadRequest,
     tensors: Mapping[str, Tensor],
     stop: threading.Event,
@@ -338,13 +338,13 @@ def upload(
 
     Raises:
         RefusedError: The server refuses the update.
-        NotTrustedError, StoppedError: As in `Link`.
+        NotTrustedError, StoppedError: As in `HttpLink`.
         TransferError: The server contradicts itself.
         ValueError: The size in `reserve` is not the size of the tensors.
     """
     going = _Going(link, reserve, tensors, _Pace(bytes_per_second, stop), wanted, progress)
     try:
-        while not patiently(going.step, backoff, stop, tell, limit):
+        while not call_with_retries(going.step, backoff, stop, tell, limit):
             pass
     except _UnwantedError:
         return False
@@ -360,7 +360,7 @@ class _Going:
 
     def __init__(
         self,
-        link: Link,
+        link: HttpLink,
         reserve: UploadRequest,
         tensors: Mapping[str, Tensor],
         pace: _Pace,
@@ -426,7 +426,7 @@ class _Going:
         self._corrections = 0
         self._take(self._link.understood(answer, UploadState))
 
-    def _patch(self, upload: str, at: int, count: int) -> Answer:
+    def _patch(self, upload: str, at: int, count: int) -> HttpAnswer:
         digest = self._digest(at, count)
         headers = {
             "content-type": "application/octet-stream",
@@ -436,7 +436,7 @@ class _Going:
         # The signature covers the query, but not headers; a server of an earlier version reads the
         # header.
         path = f"/v1/uploads/{urllib.parse.quote(upload, safe='')}?offset={at}"
-        body = Outgoing(count, digest, lambda: self._pieces(at, count))
+        body = OutgoingBody(count, digest, lambda: self._pieces(at, count))
         return self._link.send("PATCH", path, body, headers)
 
     def _digest(self, at: int, count: int) -> str:

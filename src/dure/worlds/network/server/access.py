@@ -44,8 +44,8 @@ from dure.wire.signatures import (
     claim_of,
     is_proven,
 )
-from dure.worlds.network.server.conduct import Conducts, Limits
-from dure.worlds.network.server.register import Client, EnrolError, Register, check_same
+from dure.worlds.network.server.rate_limits import RateLimiter, RateLimits
+from dure.worlds.network.server.register import EnrolError, Register, RegisteredClient, check_same
 
 Mode = Literal["invited", "open"]
 
@@ -57,7 +57,7 @@ MOST_KINDS = 64
 """Maximum kinds of refusals with separate counters."""
 
 
-class Refused(Exception):  # noqa: N818, it is an answer
+class RequestRefused(Exception):  # noqa: N818, it is an answer
     """Refusal of a request. `headers` are additional headers of the answer, in lower case."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Admitted(NamedTuple):
     digest: str
 
 
-class Access:
+class AccessControl:
     """Access control of a server. Safe for several threads.
 
     `clock` returns monotonic seconds. `identities` has public keys by client number, if an owner's
@@ -96,7 +96,7 @@ class Access:
         self,
         register: Register,
         mode: Mode = "invited",
-        limits: Limits | None = None,
+        limits: RateLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         identities: Mapping[int, str] | None = None,
     ) -> None:
@@ -104,9 +104,9 @@ class Access:
         self.mode = mode
         # In open mode anybody can make keys; the additional entries are for observers.
         self._nonces = Nonces(most=2 * register.places + 1000, clock=clock)
-        self._conducts: Conducts[int] = Conducts(limits, clock)
+        self._conducts: RateLimiter[int] = RateLimiter(limits, clock)
         # A separate object: no number of addresses may evict a client.
-        self._addresses: Conducts[str] = Conducts(limits, clock)
+        self._addresses: RateLimiter[str] = RateLimiter(limits, clock)
         self._refusals: Counter[str] = Counter()
         self._numbers: dict[str, int] | None = None
         if identities is not None:
@@ -114,8 +114,8 @@ class Access:
         self._lock = threading.Lock()
         self._version: int | None = None
         self._change = 0
-        self._by_key: dict[str, Client] = {}
-        self._by_number: dict[int, Client] = {}
+        self._by_key: dict[str, RegisteredClient] = {}
+        self._by_number: dict[int, RegisteredClient] = {}
 
     def admit(
         self, headers: Mapping[str, str], method: str, path: str, address: str = ""
@@ -142,7 +142,7 @@ class Access:
         wait = self._conducts.hurry(client.number)
         if wait:
             self._count("too fast")
-            raise Refused(429, "too fast", "too many requests at once", _after(wait))
+            raise RequestRefused(429, "too fast", "too many requests at once", _after(wait))
         name = client.name or ""
         number = client.number
         return Admitted(number, name, claim.client, claim.nonce, claim.serial, claim.digest)
@@ -202,7 +202,7 @@ class Access:
         if away:
             reason = f"{reason}; after many refusals, come again in {math.ceil(away)} s"
             headers = _after(away)
-        raise Refused(status, kind, reason, headers)
+        raise RequestRefused(status, kind, reason, headers)
 
     def refuse_unproven(self, address: str, status: int, kind: str, reason: str) -> NoReturn:
         """Refuse an unproven request, and count the refusal against the sender's address.
@@ -226,7 +226,7 @@ class Access:
             "quarantine": away,
         }
 
-    def _client(self, key: str) -> Client | None:
+    def _client(self, key: str) -> RegisteredClient | None:
         self._read_changes()
         return self._by_key.get(key)
 
@@ -251,7 +251,7 @@ class Access:
         if away:
             self._count("quarantined")
             reason = f"after many refusals, client {client} is not heard for {math.ceil(away)} s"
-            raise Refused(429, "quarantined", reason, _after(away))
+            raise RequestRefused(429, "quarantined", reason, _after(away))
 
     def _check_signature(self, claim: Claim, method: str, path: str, address: str) -> None:
         try:
@@ -264,9 +264,9 @@ class Access:
             if error.kind != "new nonce":
                 self._count(error.kind)
             headers = {} if error.nonce is None else {NONCE: error.nonce}
-            raise Refused(401, error.kind, str(error), headers) from None
+            raise RequestRefused(401, error.kind, str(error), headers) from None
 
-    def _enrol(self, key: str, name: str, wants: int | None, token: str | None) -> Client:
+    def _enrol(self, key: str, name: str, wants: int | None, token: str | None) -> RegisteredClient:
         if self._numbers is not None:
             wants = _listed(self._numbers, key, wants)
         try:
@@ -275,15 +275,15 @@ class Access:
             # For example on a full disk; a retry later finds the register unchanged.
             self._count("not written")
             reason = "the server cannot write an enrolment now; try again later"
-            raise Refused(503, "not written", reason, _after(10.0)) from error
+            raise RequestRefused(503, "not written", reason, _after(10.0)) from error
 
     def _refuse_stranger(self, status: int, kind: str, reason: str, address: str) -> NoReturn:
         self._count(kind)
         away = self._addresses.refused(address)
         if away:
             reason = f"{reason}; after many refusals, come again in {math.ceil(away)} s"
-            raise Refused(429, kind, reason, _after(away))
-        raise Refused(status, kind, reason)
+            raise RequestRefused(429, kind, reason, _after(away))
+        raise RequestRefused(status, kind, reason)
 
     def _count(self, kind: str) -> None:
         with self._lock:
@@ -304,9 +304,9 @@ class Access:
                 self._version = version
         except RunFolderError as error:
             reason = "the server cannot read who is enrolled now; try again later"
-            raise Refused(503, "not readable", reason, _after(10.0)) from error
+            raise RequestRefused(503, "not readable", reason, _after(10.0)) from error
 
-    def _put(self, client: Client) -> None:
+    def _put(self, client: RegisteredClient) -> None:
         before = self._by_number.get(client.number)
         self._by_number[client.number] = client
         if client.key is not None:

@@ -16,16 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server.access import Access
-from dure.worlds.network.server.attendance import Attendance, Served
-from dure.worlds.network.server.desk import GRACE, Desk
+from dure.worlds.network.server.access import AccessControl
+from dure.worlds.network.server.blob_cache import BlobCache
 from dure.worlds.network.server.downloads import Downloads
-from dure.worlds.network.server.gate import Gate
+from dure.worlds.network.server.outbox import GRACE, ClientOutbox
 from dure.worlds.network.server.replies import Replies
+from dure.worlds.network.server.request_authentication import RequestAuthenticator
 from dure.worlds.network.server.routes import Routes
-from dure.worlds.network.server.shelf import Shelf
+from dure.worlds.network.server.server_metrics import MeteredApp, ServerMetrics
+from dure.worlds.network.server.sessions import ServedRun, SessionRoutes
 from dure.worlds.network.server.uploads import Uploads
-from dure.worlds.network.server.watching import Metered, Watching
 from dure.worlds.network.updates import Updates
 
 
@@ -33,18 +33,18 @@ from dure.worlds.network.updates import Updates
 class App:
     """Application with its routes and the shared state of the handlers."""
 
-    served: Served
-    desk: Desk
-    shelf: Shelf
+    served: ServedRun
+    desk: ClientOutbox
+    shelf: BlobCache
     journal: Journal
     updates: Updates
-    access: Access
+    access: AccessControl
     every_moment: Callable[[], None] = lambda: None
     """Function called several times per second in the event loop."""
-    watching: Watching = field(default_factory=Watching)
+    watching: ServerMetrics = field(default_factory=ServerMetrics)
 
     def __post_init__(self) -> None:
-        self.attendance = Attendance(
+        self.attendance = SessionRoutes(
             self.served, self.desk, self.journal, self.access, self.watching
         )
         self.downloads = Downloads(self.desk, self.shelf)
@@ -59,12 +59,12 @@ class App:
 
         self.replies = Replies(self.desk, self.journal, self.access)
 
-    def asgi(self) -> Metered:
+    def asgi(self) -> MeteredApp:
         """Return the ASGI application."""
         here = self.attendance
         down = self.downloads
         up = self.uploads
-        gate = Gate(self.access, self.watching, self.desk.open.is_set)
+        gate = RequestAuthenticator(self.access, self.watching, self.desk.open.is_set)
         routed = Routes(
             [
                 gate.route("/v1/enrol", "POST", here.enrol, known=False),
@@ -81,7 +81,7 @@ class App:
                 gate.rest(),
             ]
         )
-        return Metered(routed, self.watching)
+        return MeteredApp(routed, self.watching)
 
     def lives_in(self, loop: asyncio.AbstractEventLoop) -> None:
         """Attach the application to its event loop; called once before the first request."""

@@ -59,19 +59,19 @@ from dure.wire.requests import (
     from_json,
 )
 from dure.wire.tensors import size_of
-from dure.worlds.network.clock import Clock
+from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Event, Journal
-from dure.worlds.network.server.cohort import Cohort, Here
-from dure.worlds.network.server.desk import Desk
-from dure.worlds.network.server.events import Events
-from dure.worlds.network.server.exchanging import Exchanging
-from dure.worlds.network.server.measuring import Measuring
+from dure.worlds.network.server.blob_cache import BlobCache
+from dure.worlds.network.server.cohort import CheckInRecord, FederationCohort
+from dure.worlds.network.server.durable_once import DurableOnce, steps
+from dure.worlds.network.server.events import JournalEvents
 from dure.worlds.network.server.model_digests import ModelDigests
-from dure.worlds.network.server.once import Once, steps
-from dure.worlds.network.server.sending import Sending
-from dure.worlds.network.server.shelf import Shelf
-from dure.worlds.network.server.watching import Watching
-from dure.worlds.network.trees import Trees
+from dure.worlds.network.server.model_streams import ModelStreams
+from dure.worlds.network.server.network_evaluation import NetworkEvaluation
+from dure.worlds.network.server.outbox import ClientOutbox
+from dure.worlds.network.server.protocol_steps import ProtocolSteps
+from dure.worlds.network.server.server_metrics import ServerMetrics
+from dure.worlds.network.tree_files import TreeFiles
 from dure.worlds.network.updates import Updates
 
 COHORT = "cohort.json"
@@ -89,7 +89,7 @@ TOO_LONG = "it took too long"
 SPENT = "it has used up what it may transfer"
 
 
-class Underway(NamedTuple):
+class NetworkAssignment(NamedTuple):
     """Assignment in progress.
 
     `began` is a time on the federation's clock; `down` is the number of bytes downloaded.
@@ -101,7 +101,7 @@ class Underway(NamedTuple):
     down: int
 
 
-class Arrived(NamedTuple):
+class ReceivedUpdate(NamedTuple):
     """Received update; `said` is the announcement of its upload."""
 
     client: int
@@ -138,7 +138,7 @@ class NetworkCarrier:
     checked = False
     patient = True
     clock_is = "wall_seconds"
-    reads: type[Events] = Events
+    reads: type[JournalEvents] = JournalEvents
     """Class that reads the journal."""
 
     def __init__(
@@ -147,10 +147,10 @@ class NetworkCarrier:
         federation: FederationSpec,
         folder: Path,
         journal: Journal,
-        clock: Clock,
+        clock: FederationClock,
         updates: Updates,
-        desk: Desk,
-        shelf: Shelf,
+        desk: ClientOutbox,
+        shelf: BlobCache,
         machine: Machine,
         start_with: int,
         lasts: float,
@@ -159,7 +159,7 @@ class NetworkCarrier:
         budget: TransferBudget,
         interrupted: Callable[[], bool],
         tell: Callable[[str], None],
-        watching: Watching | None = None,
+        watching: ServerMetrics | None = None,
         exchange_seconds: float = 60.0,
         models: ModelDigests | None = None,
         once: Path | None = None,
@@ -170,7 +170,7 @@ class NetworkCarrier:
         self.clock = clock
         self.files = updates
         self.desk = desk
-        self.sending = Sending(federation, desk, shelf, updates)
+        self.sending = ModelStreams(federation, desk, shelf, updates)
         self.machine = machine
         self.start_with = start_with
         self.lasts: float | None = lasts
@@ -180,14 +180,16 @@ class NetworkCarrier:
         """Bytes of an update."""
         self.interrupted = interrupted
         self.tell = tell
-        self.watching = watching or Watching()
+        self.watching = watching or ServerMetrics()
         self.events = self.reads(journal, clock, desk, self._sweep)
-        self.cohort = Cohort(desk, machine, federation.holds)
-        self.measuring = Measuring(
+        self.cohort = FederationCohort(desk, machine, federation.holds)
+        self.measuring = NetworkEvaluation(
             self.events, journal, desk, measure_seconds, interrupted, self.watching
         )
-        self.making = Once(self.events, journal, Trees(once or folder / ONCE), not record)
-        self.exchanging = Exchanging(
+        self.making = DurableOnce(
+            self.events, journal, TreeFiles(once or folder / ONCE), not record
+        )
+        self.exchanging = ProtocolSteps(
             self.events, desk, updates, self.making, exchange_seconds, interrupted, self.watching
         )
         self.models = models or ModelDigests(None)
@@ -199,10 +201,10 @@ class NetworkCarrier:
         """Whether every event serves as a tick; in journals of earlier versions only ticks do."""
         self._again: list[int] = []
         """Assignment ids of a checkpoint, whose assignments must return to the outbox."""
-        self._restored: list[Arrived] = []
+        self._restored: list[ReceivedUpdate] = []
         """Updates of a checkpoint, whose files must still be checked."""
-        self._underway: dict[int, Underway] = {}
-        self._arrived: dict[int, Arrived] = {}
+        self._underway: dict[int, NetworkAssignment] = {}
+        self._arrived: dict[int, ReceivedUpdate] = {}
         self._unsettled: dict[int, int] = {}
         """Client of each assignment whose outcome has not been reported."""
         self._over: list[int] = []
@@ -243,13 +245,13 @@ class NetworkCarrier:
             self.events.aside.append(event)
             if event.kind == "check_in":
                 with self._row(event):
-                    here = from_json(event.body, Here)
+                    here = from_json(event.body, CheckInRecord)
                 present[event.client] = here.examples
                 self.cohort.met(event.client, here)
                 self.tell(self._who_is_there(len(present)))
             elif event.kind == "asks":
                 with self._row(event):
-                    self.cohort.asks(event.client, from_json(event.body, Here))
+                    self.cohort.asks(event.client, from_json(event.body, CheckInRecord))
             elif event.kind == "leave":
                 present.pop(event.client, None)
             begun = event.kind == "begin"
@@ -324,7 +326,7 @@ class NetworkCarrier:
             self.watching.fold_seconds.observe(time.perf_counter() - began)
 
     def _read(
-        self, arrived: Arrived, asked: Assignment, coordinator: CoordinatorProtocol
+        self, arrived: ReceivedUpdate, asked: Assignment, coordinator: CoordinatorProtocol
     ) -> Update:
         with self._blames(arrived):
             return self.sending.update(arrived.said, asked, coordinator)
@@ -485,7 +487,7 @@ class NetworkCarrier:
         ticket = event.ticket
         match event.kind:
             case "check_in":
-                here = from_json(event.body, Here)
+                here = from_json(event.body, CheckInRecord)
                 self.cohort.met(event.client, here)
                 self.cohort.presence.came(event.client, event.at)
                 coordinator.arrive(event.client, here.examples)
@@ -493,7 +495,7 @@ class NetworkCarrier:
                 return coordinator.tick(self.now) if self._begun else []
             case "asks":
                 with self._row(event):
-                    self.cohort.asks(event.client, from_json(event.body, Here))
+                    self.cohort.asks(event.client, from_json(event.body, CheckInRecord))
                 self._keep_to_cohort(coordinator)
                 return []
             case "begin":
@@ -540,7 +542,7 @@ class NetworkCarrier:
         self.desk.done(event.client, ticket)
         self.cohort.reports(event.client, said)
         under = self._underway.get(ticket)
-        arrived = Arrived(event.client, under.round if under else -1, said)
+        arrived = ReceivedUpdate(event.client, under.round if under else -1, said)
         self._arrived[ticket] = arrived
         actions = coordinator.update(ticket, self.now)
         whys = [one.reason for one in actions if isinstance(one, Refuse) and one.ticket == ticket]
@@ -549,7 +551,7 @@ class NetworkCarrier:
         self._land(ticket, "late" if whys else "accepted", said.bytes, "; ".join(whys))
         return actions
 
-    def _check_file(self, arrived: Arrived) -> None:
+    def _check_file(self, arrived: ReceivedUpdate) -> None:
         """Check that the file of an update has the digest that its client sent.
 
         During the replay of the journal after a restart no client is served: damage ends the server
@@ -560,7 +562,7 @@ class NetworkCarrier:
                 self.files.check(arrived.said.ticket, arrived.said.digest)
 
     @contextmanager
-    def _blames(self, arrived: Arrived) -> Iterator[None]:
+    def _blames(self, arrived: ReceivedUpdate) -> Iterator[None]:
         """Context manager: add the client and the round to an error about damage."""
         try:
             yield
@@ -675,7 +677,9 @@ class NetworkCarrier:
         if not self.budget.take(asked.client, sent.size, self._up):
             return coordinator.failed(asked.ticket, SPENT, self.now)
         self._hand(coordinator, asked)
-        self._underway[asked.ticket] = Underway(asked.client, asked.round, self.now, sent.size)
+        self._underway[asked.ticket] = NetworkAssignment(
+            asked.client, asked.round, self.now, sent.size
+        )
         if self.events.live:
             self.watching.assigned(asked.client, asked.ticket, asked.round, sent.size)
         return []
@@ -747,9 +751,11 @@ class NetworkCarrier:
         """Restore a state; the journal's later events follow."""
         self.events.restore(state)
         self.cohort.restore(state)
-        self._underway = {ticket: Underway(*one) for ticket, one in state["underway"].items()}
+        self._underway = {
+            ticket: NetworkAssignment(*one) for ticket, one in state["underway"].items()
+        }
         self._arrived = {
-            ticket: Arrived(client, round, msgspec.convert(said, UploadRequest))
+            ticket: ReceivedUpdate(client, round, msgspec.convert(said, UploadRequest))
             for ticket, (client, round, said) in state["arrived"].items()
         }
         self._begun = self.desk.begun = state["begun"]

@@ -42,17 +42,17 @@ from dure.errors import ServeError
 from dure.wire import requests
 from dure.wire.requests import CheckIn
 from dure.wire.signatures import Key
-from dure.worlds.network.server.access import NEW, Access, Admitted, Refused
+from dure.worlds.network.server.access import NEW, AccessControl, Admitted, RequestRefused
 from dure.worlds.network.server.answers import answer, refusal
-from dure.worlds.network.server.attendance import Served
-from dure.worlds.network.server.calls import address_of, body_of
+from dure.worlds.network.server.client_requests import address_of, body_of
 from dure.worlds.network.server.cohort import differences
-from dure.worlds.network.server.desk import Seat
-from dure.worlds.network.server.gate import Gate
+from dure.worlds.network.server.outbox import ClientSession
+from dure.worlds.network.server.request_authentication import RequestAuthenticator
 from dure.worlds.network.server.routes import Routes
+from dure.worlds.network.server.server_metrics import MeteredApp, ServerMetrics
 from dure.worlds.network.server.serving import MOST_FRAME
-from dure.worlds.network.server.watching import Metered, Watching
-from dure.worlds.network.server.websocket import MOST_FIRST, allow_of, shortened
+from dure.worlds.network.server.sessions import ServedRun
+from dure.worlds.network.server.websocket import MOST_FIRST, limit_setter_of, shortened
 
 LOG = logging.getLogger("dure.server")
 
@@ -84,7 +84,7 @@ class _Channel:
     bytes. `ended` is the code and reason with which the server closes the channel.
     """
 
-    seat: Seat
+    seat: ClientSession
     key: str
     allow: Callable[[int], None]
     outbox: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
@@ -96,14 +96,14 @@ class _Channel:
 class NetworkChannels:
     """Application with its channels to clients.
 
-    `Serving` calls `lives_in`. `every_moment` is called periodically in the event loop.
+    `HttpServer` calls `lives_in`. `every_moment` is called periodically in the event loop.
     """
 
     def __init__(
         self,
-        served: Served,
-        access: Access,
-        watching: Watching,
+        served: ServedRun,
+        access: AccessControl,
+        watching: ServerMetrics,
         folder: Path,
         key: Key,
         lasts: float,
@@ -202,7 +202,7 @@ class NetworkChannels:
 
     def asgi(self) -> Any:
         """Return the ASGI application."""
-        gate = Gate(self.access, self.watching, lambda: True)
+        gate = RequestAuthenticator(self.access, self.watching, lambda: True)
         routed = Routes(
             [
                 gate.route("/v1/enrol", "POST", self.enrol, known=False),
@@ -217,7 +217,7 @@ class NetworkChannels:
             else:
                 await routed(scope, receive, send)
 
-        return Metered(application, self.watching)
+        return MeteredApp(application, self.watching)
 
     async def enrol(self, request: Request) -> Response:
         body = await body_of(request, None, requests.Enrol)
@@ -249,7 +249,9 @@ class NetworkChannels:
                 await socket.close(OVER, self._over)
                 return
             name = admitted.name or f"client {admitted.client}"
-            channel = _Channel(Seat(admitted.client, name), admitted.key, allow_of(socket.scope))
+            channel = _Channel(
+                ClientSession(admitted.client, name), admitted.key, limit_setter_of(socket.scope)
+            )
             sender = asyncio.ensure_future(self._sends(socket, channel))
             try:
                 await self._hears(socket, channel)
@@ -264,11 +266,13 @@ class NetworkChannels:
                 socket.headers, "GET", _target_of(socket), _address_of(socket)
             )
             if socket.scope["path"] != CHANNEL:
-                raise Refused(404, "no such route", "nothing is served there")
+                raise RequestRefused(404, "no such route", "nothing is served there")
             if admitted.client == NEW:
-                raise Refused(409, "check in first", "the server wants to know who calls: check in")
+                raise RequestRefused(
+                    409, "check in first", "the server wants to know who calls: check in"
+                )
             self._check_few(admitted.client)
-        except Refused as refused:
+        except RequestRefused as refused:
             about = "a channel"
             address = _address_of(socket)
             self.watching.refused(None, address, about, refused.kind, refused.reason)
@@ -281,7 +285,7 @@ class NetworkChannels:
         """Check the number of a client's new channels. Raises Refused above the limits."""
         greeting = self._greeting[client] >= MOST_GREETING
         if greeting or self._arrivals[client] >= MOST_WAITING:
-            raise Refused(
+            raise RequestRefused(
                 429,
                 "too many channels",
                 f"client {client} opens channels faster than it says who it is: one is enough",

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 
 from dure.wire.requests import Machine, MessageBody, UploadRequest
-from dure.worlds.network.server.desk import Desk
-from dure.worlds.network.server.presence import Presence
+from dure.worlds.network.server.outbox import ClientOutbox
+from dure.worlds.network.server.presence import PresenceLog
 
 MOST_REPORTED = 50
 """Maximum metrics stored per client."""
 
 
-class Here(MessageBody, frozen=True):
+class CheckInRecord(MessageBody, frozen=True):
     """Logged body of a check-in."""
 
     name: str
@@ -28,7 +28,7 @@ class Here(MessageBody, frozen=True):
     smallest_cohort: int = 1
 
 
-class Cohort:
+class FederationCohort:
     """All clients that have ever checked in.
 
     `mine` is the server's machine, for comparison. `holds` is True if updates stay at their
@@ -36,11 +36,11 @@ class Cohort:
     clients with held-out examples.
     """
 
-    def __init__(self, desk: Desk, mine: Machine, holds: bool = False) -> None:
+    def __init__(self, desk: ClientOutbox, mine: Machine, holds: bool = False) -> None:
         self._desk = desk
         self._mine = mine
         self._holds = holds
-        self.presence = Presence()
+        self.presence = PresenceLog()
         self.measures: set[int] = set()
         self._machines: dict[int, Machine | None] = {}
         self._asked: dict[int, int] = {}
@@ -48,7 +48,7 @@ class Cohort:
         self._reported: dict[int, dict[str, float]] = {}
         """Metrics of each client's newest training."""
 
-    def met(self, client: int, here: Here) -> None:
+    def met(self, client: int, here: CheckInRecord) -> None:
         """Record a client's check-in."""
         self._machines[client] = here.machine
         if here.held_out:
@@ -62,7 +62,7 @@ class Cohort:
         seat.machine = here.machine
         self.asks(client, here)
 
-    def asks(self, client: int, here: Here) -> None:
+    def asks(self, client: int, here: CheckInRecord) -> None:
         """Record the fewest clients of a new model that the client requires from now on."""
         self._desk.seat(client).smallest_cohort = here.smallest_cohort
         self._asked[client] = here.smallest_cohort
@@ -138,7 +138,7 @@ class Cohort:
             self._machines[client] = msgspec.convert(machine, Machine | None)
             self._desk.seat(client).machine = self._machines[client]
         for client, asked in state.get("asked", {}).items():
-            self.asks(client, Here("", 0, 0, smallest_cohort=asked))
+            self.asks(client, CheckInRecord("", 0, 0, smallest_cohort=asked))
         if "presence" in state:
             self.presence.restore(state["presence"])
 

@@ -13,25 +13,30 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dure.worlds.network.server.access import Admitted, Refused
-from dure.worlds.network.server.calls import Call, UnprovenError, signed_number, unsigned_number
-from dure.worlds.network.server.desk import Desk
-from dure.worlds.network.server.shelf import Shelf
+from dure.worlds.network.server.access import Admitted, RequestRefused
+from dure.worlds.network.server.blob_cache import BlobCache
+from dure.worlds.network.server.client_requests import (
+    OpenRequest,
+    UnprovenError,
+    signed_number,
+    unsigned_number,
+)
+from dure.worlds.network.server.outbox import ClientOutbox
 
 
 @dataclass
 class Downloads:
     """Route of downloads."""
 
-    desk: Desk
-    shelf: Shelf
+    desk: ClientOutbox
+    shelf: BlobCache
 
     async def tensors(self, request: Request, admitted: Admitted) -> Response:
         digest = request.path_params["digest"]
         stream = self.shelf.get(digest)
         if stream is None:
             why = "there is no such model any more: ask again what to do"
-            raise Refused(410, "no such model", why)
+            raise RequestRefused(410, "no such model", why)
         start = signed_number(request, "from")
         if start is None:
             start, end = range_of(request.headers, stream.size, digest)
@@ -50,16 +55,22 @@ class Downloads:
             status = 206
             headers["content-range"] = f"bytes {start}-{end - 1}/{stream.size}"
 
-        return Pieces(stream.chunks(start, end), status, headers, Call(self.desk, seat))
+        return StreamResponse(
+            stream.chunks(start, end), status, headers, OpenRequest(self.desk, seat)
+        )
 
 
-class Pieces(Response):
+class StreamResponse(Response):
     """Response that sends the pieces of a cached stream, with `call` open meanwhile."""
 
     media_type = "application/octet-stream"
 
     def __init__(
-        self, pieces: Iterator[memoryview], status: int, headers: Mapping[str, str], call: Call
+        self,
+        pieces: Iterator[memoryview],
+        status: int,
+        headers: Mapping[str, str],
+        call: OpenRequest,
     ) -> None:
         super().__init__(None, status, headers)
         self._pieces = pieces
@@ -94,6 +105,6 @@ def range_of(headers: Mapping[str, str], size: int, digest: str) -> tuple[int, i
     return start, min(end, size)
 
 
-def _no_such_range(size: int) -> Refused:
+def _no_such_range(size: int) -> RequestRefused:
     where = {"content-range": f"bytes */{size}"}
-    return Refused(416, "no such range", f"there are {size} bytes", where)
+    return RequestRefused(416, "no such range", f"there are {size} bytes", where)

@@ -17,7 +17,7 @@ from typing import Any
 from dure.errors import RunFolderError
 from dure.record.disk import disk_errors, retry_write, write_atomically
 from dure.record.untrusted_files import contents
-from dure.worlds.network.trees import Trees
+from dure.worlds.network.tree_files import TreeFiles
 
 DRAFT = "draft"
 """Name of the draft's folder."""
@@ -27,7 +27,7 @@ class DraftFile:
     """Draft in `folder`. `number` returns the number of the result in progress."""
 
     def __init__(self, folder: Path, number: Callable[[], int]) -> None:
-        self._trees = Trees(folder)
+        self._trees = TreeFiles(folder)
         self._folder = folder
         self._number = number
 

@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dure.worlds.network.clock import Clock
+from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Event, Journal
-from dure.worlds.network.server.desk import Desk
+from dure.worlds.network.server.outbox import ClientOutbox
 
 BACK_OFF = 5.0
 """Seconds for which the clock stands after a restart: the longest wait of clients before a retry.
@@ -31,7 +31,7 @@ LOOK = 0.25
 """Seconds between two checks whether the user wants the server to stop."""
 
 
-class Events:
+class JournalEvents:
     """Events in order.
 
     `opens` is called once, before clients are served. The attribute `now` is the time of the newest
@@ -39,7 +39,11 @@ class Events:
     """
 
     def __init__(
-        self, journal: Journal, clock: Clock, desk: Desk, opens: Callable[[], None]
+        self,
+        journal: Journal,
+        clock: FederationClock,
+        desk: ClientOutbox,
+        opens: Callable[[], None],
     ) -> None:
         self._journal = journal
         self._clock = clock

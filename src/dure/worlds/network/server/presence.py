@@ -12,7 +12,7 @@ MOST = 5_000
 """Maximum periods stored, the first of a run."""
 
 
-class Presence:
+class PresenceLog:
     """Periods of presence of all clients."""
 
     def __init__(self) -> None:

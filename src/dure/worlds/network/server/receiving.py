@@ -9,8 +9,8 @@ import asyncio
 
 from starlette.requests import Request
 
-from dure.worlds.network.server.access import Refused
-from dure.worlds.network.updates import Part
+from dure.worlds.network.server.access import RequestRefused
+from dure.worlds.network.updates import UploadPart
 
 LEAST_PIECE = 128 << 10
 """Minimum bytes for which a write in another thread is worthwhile."""
@@ -27,17 +27,17 @@ def piece_of(clients: int) -> int:
     return max(LEAST_PIECE, min(MOST_PIECE, ALL_PIECES // clients))
 
 
-async def receive(request: Request, part: Part, most: int, piece: int) -> None:
+async def receive(request: Request, part: UploadPart, most: int, piece: int) -> None:
     """Write a request's body to the part in pieces of at least `piece` bytes.
 
-    Raises Refused for a body of more than `most` bytes, and the errors of `Part.add`.
+    Raises Refused for a body of more than `most` bytes, and the errors of `UploadPart.add`.
     """
     waiting = bytearray()
     size = 0
     async for some in request.stream():
         size += len(some)
         if size > most:
-            raise Refused(413, "too long", f"the body has more than {most} bytes")
+            raise RequestRefused(413, "too long", f"the body has more than {most} bytes")
         waiting += some
         if len(waiting) >= piece:
             await asyncio.to_thread(part.add, waiting)

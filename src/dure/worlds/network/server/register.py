@@ -68,7 +68,7 @@ _SEALS = "CREATE TABLE IF NOT EXISTS seals (number INTEGER PRIMARY KEY, sum TEXT
 State = Literal["enrolled", "revoked", "forgotten"]
 
 
-class Client(NamedTuple):
+class RegisteredClient(NamedTuple):
     """Client in the register.
 
     `enrolled` is a time in seconds since 1970. A forgotten client has only its number.
@@ -190,7 +190,7 @@ class Register:
 
     def enrol(
         self, key: str, name: str = "", wants: int | None = None, token: str | None = None
-    ) -> Client:
+    ) -> RegisteredClient:
         """Enrol a client with this key; return the same client for a known key.
 
         The caller has checked the key by `is_proven`. `token` is that of an invitation; None admits
@@ -217,9 +217,9 @@ class Register:
             if token is not None:
                 used = (number, _hash(token))
                 db.execute("UPDATE invitations SET used = ? WHERE hash = ?", used)
-            return Client(number, key, name, row[3], "enrolled")
+            return RegisteredClient(number, key, name, row[3], "enrolled")
 
-    def revoke(self, who: str) -> Client:
+    def revoke(self, who: str) -> RegisteredClient:
         """Revoke a client: its key becomes invalid, number and key stay taken, the name is free.
 
         `who` is a number or a name. Raises ValueError for an unknown client.
@@ -229,22 +229,22 @@ class Register:
             self._set(db, client._replace(state="revoked"))
         return client
 
-    def forget(self, who: str) -> Client:
+    def forget(self, who: str) -> RegisteredClient:
         """Revoke a client, and delete all its data except its number."""
         with self._change() as db:
             client = self._named(db, who)
-            self._set(db, Client(client.number, None, None, None, "forgotten"))
+            self._set(db, RegisteredClient(client.number, None, None, None, "forgotten"))
             db.execute("DELETE FROM invitations WHERE used = ?", (client.number,))
         with self._lock, _told(self.path):
             # Truncates the write-ahead log, which still contains the old row.
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         return client
 
-    def clients(self) -> list[Client]:
+    def clients(self) -> list[RegisteredClient]:
         """Return all clients by number."""
         with self._reading, _told(self.path):
             rows = self._reader.execute(f"SELECT {_COLUMNS} FROM clients ORDER BY number")
-            return [Client(*row) for row in rows]
+            return [RegisteredClient(*row) for row in rows]
 
     def invitations(self) -> list[Invitation]:
         """Return the valid invitations by expiry."""
@@ -264,13 +264,13 @@ class Register:
         with self._reading, _told(self.path):
             return int(self._reader.execute("PRAGMA data_version").fetchone()[0])
 
-    def changes(self, since: int) -> tuple[int, list[Client]]:
+    def changes(self, since: int) -> tuple[int, list[RegisteredClient]]:
         """Return the number of the last change, and the clients changed after change `since`."""
         with self._reading, _told(self.path):
             rows = self._reader.execute(
                 f"SELECT change, {_COLUMNS} FROM clients WHERE change > ? ORDER BY change", (since,)
             ).fetchall()
-        return (rows[-1][0] if rows else since), [Client(*row[1:]) for row in rows]
+        return (rows[-1][0] if rows else since), [RegisteredClient(*row[1:]) for row in rows]
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
@@ -324,7 +324,7 @@ class Register:
             raise EnrolError("full", f"all {self.places} clients of this run are enrolled")
         return free
 
-    def _named(self, db: sqlite3.Connection, who: str) -> Client:
+    def _named(self, db: sqlite3.Connection, who: str) -> RegisteredClient:
         """Return the client with this number or name. Raises ValueError if unknown or forgotten."""
         if who in map(str, range(self.places)):
             client = _client(db, "number", int(who))
@@ -338,7 +338,7 @@ class Register:
             raise ValueError(f"client {who} is forgotten already")
         return client
 
-    def _set(self, db: sqlite3.Connection, client: Client) -> None:
+    def _set(self, db: sqlite3.Connection, client: RegisteredClient) -> None:
         db.execute(
             "UPDATE clients SET key = ?, name = ?, enrolled = ?, state = ?, "
             f"change = {_NEXT_CHANGE} WHERE number = ?",
@@ -371,7 +371,7 @@ def clean_name(name: str) -> str:
     return name
 
 
-def check_same(client: Client, name: str, wants: int | None) -> None:
+def check_same(client: RegisteredClient, name: str, wants: int | None) -> None:
     """Check that a known client requests its own number and name. Raises EnrolError otherwise."""
     if client.state != "enrolled":
         raise EnrolError("revoked", f"client {client.number} was revoked, and its key with it")
@@ -398,11 +398,13 @@ def _hash(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _client(db: sqlite3.Connection, column: str, value: object, more: str = "") -> Client | None:
+def _client(
+    db: sqlite3.Connection, column: str, value: object, more: str = ""
+) -> RegisteredClient | None:
     row = db.execute(
         f"SELECT {_COLUMNS} FROM clients WHERE {column} = ? {more}", (value,)
     ).fetchone()
-    return None if row is None else Client(*row)
+    return None if row is None else RegisteredClient(*row)
 
 
 def _make(path: Path, clients: int) -> None:

@@ -21,9 +21,14 @@ from dure.wire.requests import (
     to_json,
 )
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server.access import Access, Admitted, Refused
-from dure.worlds.network.server.calls import Call, body_of, known, logged
-from dure.worlds.network.server.desk import Desk, Seat
+from dure.worlds.network.server.access import AccessControl, Admitted, RequestRefused
+from dure.worlds.network.server.client_requests import (
+    OpenRequest,
+    body_of,
+    logged,
+    session_of_client,
+)
+from dure.worlds.network.server.outbox import ClientOutbox, ClientSession
 from dure.worlds.network.server.uploads import unwanted
 
 MOST_KIND = 100
@@ -34,19 +39,19 @@ MOST_KIND = 100
 class Replies:
     """Routes of clients whose updates stay with them."""
 
-    desk: Desk
+    desk: ClientOutbox
     journal: Journal
-    access: Access
+    access: AccessControl
 
     async def ready(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, UpdateReady)
-        seat = known(self.desk, admitted)
-        with Call(self.desk, seat):
+        seat = session_of_client(self.desk, admitted)
+        with OpenRequest(self.desk, seat):
             async with seat.sending:
                 await self._ready(seat, said.ticket)
         return Response(status_code=204)
 
-    async def _ready(self, seat: Seat, ticket: int) -> None:
+    async def _ready(self, seat: ClientSession, ticket: int) -> None:
         if seat.train is None or not self.desk.wants(seat, ticket):
             # A client that has not received the answer repeats the notice.
             if ticket in seat.outcomes or ticket in seat.sent:
@@ -55,25 +60,27 @@ class Replies:
         if not seat.train.holds:
             why = "the updates of this run are sent, and this one was only said to be ready"
             self.access.refuse(seat.number, 422, "not sent", why)
-        await logged(self.journal, "update", seat.number, ticket, to_json(nothing_of(ticket)))
+        await logged(
+            self.journal, "update", seat.number, ticket, to_json(held_update_record(ticket))
+        )
         seat.sent.append(ticket)
         self.desk.done(seat.number, ticket)
 
     async def answered(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, ProtocolAnswerBody)
-        seat = known(self.desk, admitted)
-        with Call(self.desk, seat):
+        seat = session_of_client(self.desk, admitted)
+        with OpenRequest(self.desk, seat):
             # Waits for an upload of tensors in progress.
             async with seat.sending:
                 self._answered(seat, said, admitted.digest)
         return Response(status_code=204)
 
-    def _answered(self, seat: Seat, said: ProtocolAnswerBody, digest: str) -> None:
+    def _answered(self, seat: ClientSession, said: ProtocolAnswerBody, digest: str) -> None:
         if seat.answered == (said.asking, digest):
             return
         say = seat.say
         if say is None or not self.desk.asks(seat, said.ticket, said.asking):
-            raise Refused(410, "not wanted", "nobody waits for this answer any more")
+            raise RequestRefused(410, "not wanted", "nobody waits for this answer any more")
         if said.stage != say.stage:
             why = f"it is of step {said.stage}, and step {say.stage} was asked"
             self.access.refuse(seat.number, 422, "another step", why)
@@ -87,6 +94,6 @@ class Replies:
         self.desk.answer(seat, replace(said, failure=kind), digest)
 
 
-def nothing_of(ticket: int) -> UploadRequest:
+def held_update_record(ticket: int) -> UploadRequest:
     """Return the record of an update that stays at its client."""
     return UploadRequest(ticket, bytes=0, digest="", examples=0, samples=0, loss=0.0)

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dure.errors import ServeError
 from dure.worlds.network.server.log_lines import SERVER
-from dure.worlds.network.server.sparing import Sparing, log_mistake
+from dure.worlds.network.server.log_rate_limit import LogRateLimit, log_mistake
 from dure.worlds.network.server.websocket import LimitedWebSocket
 
 HEADER_SECONDS = 15.0
@@ -61,7 +61,7 @@ _TOO_LONG = (
 )
 
 
-class Hurried(HttpToolsProtocol):
+class HeaderTimeoutProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1, with timeouts for headers and bodies, and a limit on headers."""
 
     _timer: asyncio.TimerHandle | None = None
@@ -149,7 +149,7 @@ class _Guarded:
 
     def __init__(self, app: Any) -> None:
         self._app = app
-        self._sparing = Sparing()
+        self._sparing = LogRateLimit()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         begun = False
@@ -171,7 +171,7 @@ class _Guarded:
                     await send({"type": "websocket.close", "code": 1011})
 
 
-class Serving:
+class HttpServer:
     """Running server of an application.
 
     Args:
@@ -214,7 +214,7 @@ class Serving:
         self.port: int = self.socket.getsockname()[1]
         config = uvicorn.Config(
             _Guarded(app),
-            http=Hurried,
+            http=HeaderTimeoutProtocol,
             ws="none" if heartbeat is None else LimitedWebSocket,
             ws_max_size=MOST_FRAME,
             ws_ping_interval=heartbeat,

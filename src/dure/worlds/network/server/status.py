@@ -36,13 +36,13 @@ from starlette.routing import Route
 from dure.contracts.page import MOST_BODY, PACE, EventStream, Page
 from dure.record.disk import disk_errors, sync_folder
 from dure.record.untrusted_files import opened
-from dure.worlds.network.clock import Clock
+from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server.access import Access, Refused
-from dure.worlds.network.server.calls import target_of
-from dure.worlds.network.server.desk import Desk, Seat
+from dure.worlds.network.server.access import AccessControl, RequestRefused
+from dure.worlds.network.server.client_requests import target_of
 from dure.worlds.network.server.log_lines import as_json
-from dure.worlds.network.server.watching import Watching
+from dure.worlds.network.server.outbox import ClientOutbox, ClientSession
+from dure.worlds.network.server.server_metrics import ServerMetrics
 
 TOKEN = "status.token"
 """Name of the file in a run folder."""
@@ -56,12 +56,12 @@ class Status:
     """Status of a server and its routes. `about` has constant facts on the run."""
 
     about: Mapping[str, Any]
-    watching: Watching
-    desk: Desk
-    access: Access
+    watching: ServerMetrics
+    desk: ClientOutbox
+    access: AccessControl
     journal: Journal
-    clock: Clock
-    differs: Callable[[Seat], list[str]]
+    clock: FederationClock
+    differs: Callable[[ClientSession], list[str]]
     token: str
     page: Page | None = None
     began: float = field(default_factory=time.monotonic)
@@ -187,10 +187,10 @@ class Status:
         try:
             return self.access.status()
         # The register is unreadable at present; the rest is still reported.
-        except Refused:
+        except RequestRefused:
             return {"places": None, "enrolled": None, "refusals": {}, "quarantine": {}}
 
-    def _client(self, seat: Seat, away: Mapping[int, float]) -> dict[str, Any]:
+    def _client(self, seat: ClientSession, away: Mapping[int, float]) -> dict[str, Any]:
         train = seat.train
         left = None
         if train is not None and seat.deadline is not None:
@@ -224,14 +224,14 @@ async def _due(stream: EventStream) -> AsyncIterator[bytes]:
         stream.close()
 
 
-def state_of(seat: Seat) -> str:
+def state_of(seat: ClientSession) -> str:
     """Return the client's state: at work, missing (at work, and disconnected), here, or away."""
     if seat.train is not None:
         return "missing" if seat.missing else "at work"
     return "here" if seat.here else "away"
 
 
-def _silent(seat: Seat) -> float | None:
+def _silent(seat: ClientSession) -> float | None:
     """Return the seconds since the client's last request; 0 during a request, None if never."""
     if seat.calls:
         return 0.0
@@ -282,7 +282,7 @@ def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = N
     return Response(as_json(content), status, dict(headers or {}), media_type="application/json")
 
 
-def kept_token(folder: Path) -> str:
+def load_or_create_token(folder: Path) -> str:
     """Return the token in a run folder, readable by its owner only; create a random one if missing.
 
     Raises ValueError if others may read the file or it has no token, and RunFolderWriteError if it

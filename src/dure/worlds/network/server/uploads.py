@@ -27,19 +27,19 @@ from dure.wire.requests import (
 )
 from dure.wire.tensors import size_of
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server.access import Access, Admitted, Refused
+from dure.worlds.network.server.access import AccessControl, Admitted, RequestRefused
 from dure.worlds.network.server.answers import answer
-from dure.worlds.network.server.calls import (
-    Call,
+from dure.worlds.network.server.client_requests import (
+    OpenRequest,
     UnprovenError,
     body_of,
     check_length,
-    known,
     logged,
+    session_of_client,
     signed_number,
     unsigned_number,
 )
-from dure.worlds.network.server.desk import Desk, Seat
+from dure.worlds.network.server.outbox import ClientOutbox, ClientSession
 from dure.worlds.network.server.receiving import piece_of, receive
 from dure.worlds.network.updates import OvertakenError, PartError, Updates, Upload
 
@@ -56,22 +56,22 @@ class Uploads:
     """
 
     clients: int
-    desk: Desk
+    desk: ClientOutbox
     journal: Journal
     updates: Updates
-    access: Access
+    access: AccessControl
     samples: Callable[[int], int]
     reserved: dict[int, UploadRequest] = field(default_factory=dict)
     """Announcement of each client's upload in progress."""
 
     async def reserve(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, UploadRequest)
-        seat = known(self.desk, admitted)
-        with Call(self.desk, seat):
+        seat = session_of_client(self.desk, admitted)
+        with OpenRequest(self.desk, seat):
             async with seat.sending:
                 return await self._reserve(seat, said)
 
-    async def _reserve(self, seat: Seat, said: UploadRequest) -> Response:
+    async def _reserve(self, seat: ClientSession, said: UploadRequest) -> Response:
         if said.asking:
             return await self._reserve_answer(seat, said)
         if seat.train is not None and seat.train.holds:
@@ -98,7 +98,7 @@ class Uploads:
         self.reserved[seat.number] = said
         return await self._received(seat, said, upload)
 
-    async def _reserve_answer(self, seat: Seat, said: UploadRequest) -> Response:
+    async def _reserve_answer(self, seat: ClientSession, said: UploadRequest) -> Response:
         """Accept the announcement of an answer's tensors."""
         if said.asking in (seat.lies, seat.answered[0]):
             return answer(UploadState(str(said.ticket), said.bytes, PART, complete=True))
@@ -111,7 +111,7 @@ class Uploads:
         self.reserved[seat.number] = said
         return await self._received(seat, said, upload)
 
-    def _made_up(self, seat: Seat, said: UploadRequest) -> str | None:
+    def _made_up(self, seat: ClientSession, said: UploadRequest) -> str | None:
         """Return why the announced numbers are impossible; None if they are possible.
 
         The mean weights updates by these numbers, so a malicious client must not choose them
@@ -136,8 +136,8 @@ class Uploads:
 
     async def part(self, request: Request, admitted: Admitted) -> Response:
         name = request.path_params["upload"]
-        seat = known(self.desk, admitted)
-        with Call(self.desk, seat):
+        seat = session_of_client(self.desk, admitted)
+        with OpenRequest(self.desk, seat):
             check_length(request, PART)
             signed = signed_number(request, "offset")
             if signed is None:
@@ -166,7 +166,7 @@ class Uploads:
             except OvertakenError:
                 return _go_on(name, upload)
 
-    def _wanted(self, seat: Seat, name: str) -> UploadRequest:
+    def _wanted(self, seat: ClientSession, name: str) -> UploadRequest:
         """Return the announcement of an upload. Raises Refused if it is no longer needed."""
         said = self.reserved.get(seat.number)
         if said is None or name != str(said.ticket):
@@ -179,14 +179,14 @@ class Uploads:
             raise unwanted()
         return said
 
-    async def _received(self, seat: Seat, said: UploadRequest, upload: Upload) -> Response:
+    async def _received(self, seat: ClientSession, said: UploadRequest, upload: Upload) -> Response:
         """Acknowledge received bytes; record a complete upload first."""
         if upload.left:
             return answer(UploadState(str(said.ticket), upload.offset, PART))
         await self._complete(seat, said)
         return answer(UploadState(str(said.ticket), said.bytes, PART, complete=True))
 
-    async def _complete(self, seat: Seat, said: UploadRequest) -> None:
+    async def _complete(self, seat: ClientSession, said: UploadRequest) -> None:
         if said.asking:
             # The journal never has answers. The client sends the answer itself next.
             seat.lies = said.asking
@@ -199,7 +199,7 @@ class Uploads:
 
     async def failed(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, TrainingFailure)
-        seat = known(self.desk, admitted)
+        seat = session_of_client(self.desk, admitted)
         if self.desk.wants(seat, said.ticket):
             where = f" ({said.file}:{said.line})" if said.file else ""
             told = f": {said.message}" if said.message else ""
@@ -211,7 +211,7 @@ class Uploads:
 
     async def measured(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, EvaluationReport)
-        seat = known(self.desk, admitted)
+        seat = session_of_client(self.desk, admitted)
         if seat.measure is not None and seat.measure.round == said.round:
             await logged(self.journal, "measured", seat.number, body=to_json(said))
             self.desk.ask_measure(seat.number, None)
@@ -239,5 +239,5 @@ def _go_on(name: str, upload: Upload) -> Response:
     return response
 
 
-def unwanted() -> Refused:
-    return Refused(410, "not wanted", "nobody waits for this update any more")
+def unwanted() -> RequestRefused:
+    return RequestRefused(410, "not wanted", "nobody waits for this update any more")

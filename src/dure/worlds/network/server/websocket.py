@@ -1,7 +1,7 @@
 """Server's end of a WebSocket: uvicorn's, with limits checked before anything is buffered.
 
 A connection begins with a limit of `MOST_FIRST` bytes for the first message; the application raises
-the limit later (`allow_of`). A message beyond the limit closes the connection with a reason;
+the limit later (`limit_setter_of`). A message beyond the limit closes the connection with a reason;
 neither the library nor the application sees the message.
 """
 
@@ -85,7 +85,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         self.close_timer = self.loop.call_later(REASON_SECONDS, self.transport.close)
 
 
-def allow_of(scope: MutableMapping[str, Any]) -> Callable[[int], None]:
+def limit_setter_of(scope: MutableMapping[str, Any]) -> Callable[[int], None]:
     """Return a function that sets the maximum size in bytes of a message on this connection."""
     found: Callable[[int], None] = scope[_ALLOW]
     return found

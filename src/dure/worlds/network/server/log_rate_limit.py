@@ -19,7 +19,7 @@ MOST_KINDS = 256
 """Maximum kinds with separate counters; further kinds share a counter."""
 
 
-class Sparing:
+class LogRateLimit:
     """Counter of lines by kind. Safe for several threads. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
@@ -38,7 +38,7 @@ class Sparing:
             return self._kinds.setdefault(kind, _Kind()).take(self._clock())
 
 
-def log_mistake(log: logging.Logger, sparing: Sparing, request: str) -> None:
+def log_mistake(log: logging.Logger, sparing: LogRateLimit, request: str) -> None:
     """Log the exception being handled, unless its code position has used up its lines."""
     error = sys.exc_info()[1]
     trace = None if error is None else error.__traceback__

@@ -22,8 +22,8 @@ from dure.wire.requests import (
     from_json,
 )
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server.access import Admitted, Refused
-from dure.worlds.network.server.desk import Desk, Gone, Seat
+from dure.worlds.network.server.access import Admitted, RequestRefused
+from dure.worlds.network.server.outbox import ClientOutbox, ClientSession, DisconnectFuture
 
 Body = TypeVar("Body", bound=MessageBody)
 
@@ -56,11 +56,11 @@ def address_of(request: Request) -> str:
     return request.client.host if request.client is not None else ""
 
 
-def known(desk: Desk, admitted: Admitted) -> Seat:
+def session_of_client(desk: ClientOutbox, admitted: Admitted) -> ClientSession:
     """Return the session of a client that has checked in. Raises Refused for other clients."""
     seat = desk.seat(admitted.client)
     if not seat.examples:
-        raise Refused(409, "check in first", "the server wants to know who calls: check in")
+        raise RequestRefused(409, "check in first", "the server wants to know who calls: check in")
     return seat
 
 
@@ -85,7 +85,7 @@ async def read(request: Request, most: int) -> bytearray:
     async for part in request.stream():
         end = size + len(part)
         if end > most:
-            raise Refused(413, "too long", f"the body has more than {most} bytes")
+            raise RequestRefused(413, "too long", f"the body has more than {most} bytes")
         body[size:end] = part
         size = end
     del body[size:]
@@ -97,7 +97,7 @@ def check_length(request: Request, most: int) -> int:
     length = request.headers.get("content-length")
     announced = 0 if length is None else unsigned_number(length)
     if announced > most:
-        raise Refused(413, "too long", f"the body has {length} bytes, and may have {most}")
+        raise RequestRefused(413, "too long", f"the body has {length} bytes, and may have {most}")
     return announced
 
 
@@ -130,10 +130,10 @@ async def logged(
     await asyncio.wrap_future(journal.append(kind, client, ticket, body))
 
 
-class Call:
+class OpenRequest:
     """Context manager: mark a client as connected while its request is open."""
 
-    def __init__(self, desk: Desk, seat: Seat) -> None:
+    def __init__(self, desk: ClientOutbox, seat: ClientSession) -> None:
         self.desk = desk
         self.seat = seat
 
@@ -145,7 +145,7 @@ class Call:
 
 
 @asynccontextmanager
-async def connected(request: Request) -> AsyncIterator[Gone]:
+async def connected(request: Request) -> AsyncIterator[DisconnectFuture]:
     """Context manager: yield a future that is done once the client has disconnected."""
     gone = asyncio.ensure_future(_gone(request))
     try:

@@ -25,19 +25,26 @@ from dure.wire.requests import (
     to_json,
 )
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server.access import NEW, Access, Admitted
+from dure.worlds.network.server.access import NEW, AccessControl, Admitted
 from dure.worlds.network.server.answers import answer
-from dure.worlds.network.server.calls import Call, address_of, body_of, connected, known, logged
-from dure.worlds.network.server.cohort import Here, differences
-from dure.worlds.network.server.desk import Desk, Seat
-from dure.worlds.network.server.watching import Watching
+from dure.worlds.network.server.client_requests import (
+    OpenRequest,
+    address_of,
+    body_of,
+    connected,
+    logged,
+    session_of_client,
+)
+from dure.worlds.network.server.cohort import CheckInRecord, differences
+from dure.worlds.network.server.outbox import ClientOutbox, ClientSession
+from dure.worlds.network.server.server_metrics import ServerMetrics
 
 HOLDS = 2
 """First protocol version whose clients support updates that stay at their clients."""
 
 
 @dataclass
-class Served:
+class ServedRun:
     """Description of the run for clients, and the checks of their check-ins.
 
     Args:
@@ -72,7 +79,7 @@ class Served:
     roster: str = ""
     why_not: Callable[[int], str | None] = lambda asked: None
 
-    def check(self, said: CheckIn, admitted: Admitted, access: Access) -> None:
+    def check(self, said: CheckIn, admitted: Admitted, access: AccessControl) -> None:
         """Check the version and the task of a client. Raises RequestError or Refused."""
         if said.version not in (requests.VERSION, requests.VERSION - 1):
             raise RequestError(
@@ -91,7 +98,7 @@ class Served:
                 access.refuse(admitted.client, 409, "another task", why)
 
     def check_cohort(
-        self, said: CheckIn, admitted: Admitted, access: Access, under_way: str | None = None
+        self, said: CheckIn, admitted: Admitted, access: AccessControl, under_way: str | None = None
     ) -> None:
         """Check that the run can guarantee the client's smallest cohort. Raises Refused.
 
@@ -130,24 +137,24 @@ class Served:
         return max(cohort, asked) if self.why_not(asked) is None else cohort
 
 
-def here_of(seat: Seat, smallest_cohort: int | None = None) -> Here:
+def check_in_record_of(seat: ClientSession, smallest_cohort: int | None = None) -> CheckInRecord:
     """Return the stored introduction of a client that was available before.
 
     `smallest_cohort` replaces the client's own value if it is not None.
     """
     asks = seat.smallest_cohort if smallest_cohort is None else smallest_cohort
-    return Here(seat.name, seat.examples, seat.held_out, seat.machine, asks)
+    return CheckInRecord(seat.name, seat.examples, seat.held_out, seat.machine, asks)
 
 
 @dataclass
-class Attendance:
+class SessionRoutes:
     """Routes of client sessions, and the check for disconnected clients."""
 
-    served: Served
-    desk: Desk
+    served: ServedRun
+    desk: ClientOutbox
     journal: Journal
-    access: Access
-    watching: Watching = field(default_factory=Watching)
+    access: AccessControl
+    watching: ServerMetrics = field(default_factory=ServerMetrics)
 
     async def enrol(self, request: Request) -> Response:
         body = await body_of(request, None, requests.Enrol)
@@ -171,8 +178,10 @@ class Attendance:
             if self.served.holds:
                 # Applies also to a client that reports its numbers: the server must not store them.
                 examples, held_out = 1, 0
-            with Call(self.desk, seat):
-                here = Here(seat.name, examples, held_out, said.machine, said.smallest_cohort)
+            with OpenRequest(self.desk, seat):
+                here = CheckInRecord(
+                    seat.name, examples, held_out, said.machine, said.smallest_cohort
+                )
                 await self._arrives(seat, here)
         differs = differences(said.machine, self.served.machine)
         welcome = self.served.welcome(admitted.client, differs)
@@ -192,7 +201,7 @@ class Attendance:
             f"wait: come again when more are there"
         )
 
-    async def _arrives(self, seat: Seat, here: Here) -> None:
+    async def _arrives(self, seat: ClientSession, here: CheckInRecord) -> None:
         """Record and log that a client is available."""
         seat.here = True
         seat.examples = here.examples
@@ -204,9 +213,9 @@ class Attendance:
 
     async def next(self, request: Request, admitted: Admitted) -> Response:
         ready = await body_of(request, admitted, NextRequest)
-        seat = known(self.desk, admitted)
+        seat = session_of_client(self.desk, admitted)
         self.desk.confirm(seat.number, ready.confirmed)
-        with Call(self.desk, seat):
+        with OpenRequest(self.desk, seat):
             await self._comes_back(seat)
             async with connected(request) as gone:
                 word = await self.desk.next(seat, self.served.patience, gone)
@@ -215,19 +224,19 @@ class Attendance:
             self.access.refuse(seat.number, 403, "revoked", f"client {seat.number} was revoked")
         return answer(word)
 
-    async def _comes_back(self, seat: Seat) -> None:
+    async def _comes_back(self, seat: ClientSession) -> None:
         """Record and log the return of a client that was marked as disconnected."""
         if seat.missing and seat.train is not None:
             seat.missing = False
             await logged(self.journal, "back", seat.number, seat.train.ticket)
             self.watching.back(seat)
         if not seat.here:
-            await self._arrives(seat, here_of(seat))
+            await self._arrives(seat, check_in_record_of(seat))
 
     async def watch(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, WatchRequest)
-        seat = known(self.desk, admitted)
-        with Call(self.desk, seat):
+        seat = session_of_client(self.desk, admitted)
+        with OpenRequest(self.desk, seat):
             await self._comes_back(seat)
             async with connected(request) as gone:
                 heartbeat = self.served.heartbeat
@@ -238,7 +247,9 @@ class Attendance:
         """Detect disconnected clients, and drop the cohort requirements of revoked clients."""
         for seat in self.desk.everybody():
             if seat.smallest_cohort > 1 and not self.access.may(seat.number):
-                await logged(self.journal, "asks", seat.number, body=to_json(here_of(seat, 1)))
+                await logged(
+                    self.journal, "asks", seat.number, body=to_json(check_in_record_of(seat, 1))
+                )
                 seat.smallest_cohort = 1
         for seat in self.desk.silent(time.monotonic()):
             seat.here = False

@@ -20,7 +20,7 @@ UNSET = "start it by torchrun, or unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER
 
 
 @dataclass(frozen=True)
-class Launched:
+class LauncherJob:
     """Process of a launcher's job.
 
     Args:
@@ -45,7 +45,7 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in _SAY_SO)
 
 
-def launched() -> Launched:
+def launcher_job() -> LauncherJob:
     """Parse the launcher's variables. Raises ValueError, which names inconsistent variables."""
     if not under_torchrun():
         raise ValueError(
@@ -53,7 +53,7 @@ def launched() -> Launched:
             "train …`"
         )
     size = _number("WORLD_SIZE", 1)
-    return Launched(
+    return LauncherJob(
         rank=_number("RANK", 0, size - 1),
         size=size,
         address=os.environ["MASTER_ADDR"],
@@ -65,7 +65,7 @@ def launched() -> Launched:
 
 def leads_here() -> bool:
     """Return whether this process talks to the user: rank 0 under torchrun, else every process."""
-    return not under_torchrun() or launched().rank == 0
+    return not under_torchrun() or launcher_job().rank == 0
 
 
 def refuse_under_torchrun(world: str) -> None:
@@ -73,7 +73,7 @@ def refuse_under_torchrun(world: str) -> None:
 
     The ranks would all do the same work and write the same files. Raises ValueError.
     """
-    if under_torchrun() and (size := launched().size) > 1:
+    if under_torchrun() and (size := launcher_job().size) > 1:
         raise ValueError(
             f"torchrun has started {size} ranks, and {world} is one: start it without; if nobody "
             f"has started them, unset {', '.join(_SAY_SO)}"

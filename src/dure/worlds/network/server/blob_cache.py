@@ -14,7 +14,7 @@ CHUNK = 1 << 16
 """Bytes passed to the connection per call."""
 
 
-class Stream(NamedTuple):
+class TensorStream(NamedTuple):
     """Stream of tensors, as views of their memory."""
 
     digest: str
@@ -34,27 +34,27 @@ class Stream(NamedTuple):
                 return
 
 
-class Shelf:
+class BlobCache:
     """Streams that clients can fetch now."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, TensorStream] = {}
         self._always: set[str] = set()
 
-    def keep(self, tensors: Mapping[str, Tensor]) -> Stream:
+    def keep(self, tensors: Mapping[str, Tensor]) -> TensorStream:
         """Add a stream as `put` does, for the lifetime of the cache."""
         stream = self.put(tensors)
         self._always.add(stream.digest)
         return stream
 
-    def put(self, tensors: Mapping[str, Tensor]) -> Stream:
+    def put(self, tensors: Mapping[str, Tensor]) -> TensorStream:
         """Add the tensors' stream. The tensors must not change while the cache has the stream."""
         views = list(pieces(tensors))
-        stream = Stream(sha256(views), sum(map(len, views)), views)
+        stream = TensorStream(sha256(views), sum(map(len, views)), views)
         self._streams[stream.digest] = stream
         return stream
 
-    def get(self, digest: str) -> Stream | None:
+    def get(self, digest: str) -> TensorStream | None:
         return self._streams.get(digest)
 
     def keep_only(self, digests: set[str]) -> None:

@@ -26,7 +26,7 @@ _TREE = "tree"
 _ENDING = ".safetensors"
 
 
-class Trees:
+class TreeFiles:
     """Tree files in `folder`, which the first write creates."""
 
     def __init__(self, folder: Path) -> None:

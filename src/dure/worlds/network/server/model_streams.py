@@ -16,12 +16,12 @@ from dure.protocol.messages import Assignment, Update
 from dure.wire.layout import FederationSpec
 from dure.wire.requests import EvaluationTask, UploadRequest
 from dure.wire.tensors import TensorsError, TensorSpec, digest_of
-from dure.worlds.network.server.desk import Desk
-from dure.worlds.network.server.shelf import Shelf
+from dure.worlds.network.server.blob_cache import BlobCache
+from dure.worlds.network.server.outbox import ClientOutbox
 from dure.worlds.network.updates import Updates
 
 
-class Sent(NamedTuple):
+class AssignmentStream(NamedTuple):
     """Stream of an assignment. `forms` has the dtypes and shapes of the expected update."""
 
     digest: str
@@ -29,27 +29,30 @@ class Sent(NamedTuple):
     forms: dict[str, TensorSpec]
 
 
-class Sending:
+class ModelStreams:
     """Transfer of tensors from the coordinator to the cache, and from the files of updates."""
 
     def __init__(
-        self, federation: FederationSpec, desk: Desk, shelf: Shelf, files: Updates
+        self, federation: FederationSpec, desk: ClientOutbox, shelf: BlobCache, files: Updates
     ) -> None:
         self._layout = federation.layout
         self._federation = federation
         self._desk = desk
         self._shelf = shelf
         self._files = files
-        self._known: dict[int, tuple[Sequence[Tensor], Sent]] = {}
+        self._known: dict[int, tuple[Sequence[Tensor], AssignmentStream]] = {}
         """Streams by the identity of a model's weights, which are referenced as long."""
         self._measured: str | None = None
 
-    def sent(self, coordinator: CoordinatorProtocol, asked: Assignment) -> Sent:
+    def sent(self, coordinator: CoordinatorProtocol, asked: Assignment) -> AssignmentStream:
         """Return the stream of an assignment, which the cache has from now on."""
         known = self._known.get(id(asked.weights))
         if known is None or known[0] is not asked.weights:
             digest, size = self._put(asked.weights, asked.buffers, asked.extra)
-            known = asked.weights, Sent(digest, size, self._expected(coordinator, asked))
+            known = (
+                asked.weights,
+                AssignmentStream(digest, size, self._expected(coordinator, asked)),
+            )
             self._known[id(asked.weights)] = known
         return known[1]
 

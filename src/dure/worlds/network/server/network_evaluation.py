@@ -15,12 +15,12 @@ from dure.protocol.evaluation_results import merge_evaluations
 from dure.protocol.messages import EvaluationResults
 from dure.wire.requests import EvaluationReport, EvaluationTask, from_json
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server.desk import Desk
-from dure.worlds.network.server.events import Events
-from dure.worlds.network.server.watching import Watching
+from dure.worlds.network.server.events import JournalEvents
+from dure.worlds.network.server.outbox import ClientOutbox
+from dure.worlds.network.server.server_metrics import ServerMetrics
 
 
-class Measuring:
+class NetworkEvaluation:
     """Evaluations by clients.
 
     `seconds` is the timeout of an evaluation. `stops` returns whether the user wants the server to
@@ -29,12 +29,12 @@ class Measuring:
 
     def __init__(
         self,
-        events: Events,
+        events: JournalEvents,
         journal: Journal,
-        desk: Desk,
+        desk: ClientOutbox,
         seconds: float,
         stops: Callable[[], bool],
-        watching: Watching,
+        watching: ServerMetrics,
     ) -> None:
         self._events = events
         self._journal = journal

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from dure.worlds.network.server.access import Refused
+from dure.worlds.network.server.access import RequestRefused
 
 MOST_OF_CLIENT = 32
 """Maximum concurrent requests of a client.
@@ -27,7 +27,7 @@ MOST_OF_STRANGERS = 128
 """Maximum concurrent requests of all unknown senders."""
 
 
-class AtOnce:
+class ConcurrencyLimits:
     """Counter of concurrent requests, for use in the event loop only."""
 
     def __init__(self) -> None:
@@ -65,5 +65,5 @@ def _counted(under_way: Counter[Who], who: Who, most: int) -> Iterator[None]:
             del under_way[who]
 
 
-def _too_many() -> Refused:
-    return Refused(429, "too many", "too many requests are under way", {"retry-after": "1"})
+def _too_many() -> RequestRefused:
+    return RequestRefused(429, "too many", "too many requests are under way", {"retry-after": "1"})

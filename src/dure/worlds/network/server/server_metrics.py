@@ -22,9 +22,9 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client import Counter as Counts
 
 from dure.wire.requests import UploadRequest
-from dure.worlds.network.server.desk import Desk, Seat
 from dure.worlds.network.server.log_lines import SERVER
-from dure.worlds.network.server.sparing import Sparing, log_mistake
+from dure.worlds.network.server.log_rate_limit import LogRateLimit, log_mistake
+from dure.worlds.network.server.outbox import ClientOutbox, ClientSession
 
 EVENTS = logging.getLogger("dure.server.events")
 # Without a handler, logging would print warnings to standard error.
@@ -47,7 +47,7 @@ def _ignore(event: dict[str, Any]) -> None:
     pass
 
 
-class Watching:
+class ServerMetrics:
     """Counters and events of a server. Safe for several threads.
 
     `report` gets the available clients and the awaited work periodically, as {"federation": …}.
@@ -76,7 +76,7 @@ class Watching:
         """Seconds of the newest round."""
         self.training = False
         """Whether the first round has begun."""
-        self._sparing = Sparing()
+        self._sparing = LogRateLimit()
         self._lock = threading.Lock()
         self.registry = CollectorRegistry()
         self.rounds = self._counts("rounds", "models that were made")
@@ -101,10 +101,10 @@ class Watching:
     # The run
 
     def serves(self, run: str, url: str, resumed: bool) -> None:
-        told("restart" if resumed else "start", run=run, url=url)
+        log_event("restart" if resumed else "start", run=run, url=url)
 
     def ends(self, reason: str) -> None:
-        told("end", reason=reason, rounds=self.step)
+        log_event("end", reason=reason, rounds=self.step)
 
     def hears(self, event: Mapping[str, Any]) -> None:
         """Take the run's progress events."""
@@ -114,11 +114,11 @@ class Watching:
         if made > self.step:
             self.step = made
             self.loss = event["loss"]
-            told("round", round=made, loss=event["loss"], seconds=self._round_seconds)
+            log_event("round", round=made, loss=event["loss"], seconds=self._round_seconds)
         if event["evaluated"] == made and event["evaluated"] != self.evaluated:
             self.evaluated = made
             self.metrics = dict(event["metrics"])
-            told("evaluation", round=made, metrics=self.metrics)
+            log_event("evaluation", round=made, metrics=self.metrics)
 
     def round_begins(self) -> None:
         """Record that work on the next model has begun, unless it had begun before."""
@@ -136,12 +136,12 @@ class Watching:
 
     def saved(self) -> None:
         self.checkpoints.inc()
-        told("checkpoint", round=self.step)
+        log_event("checkpoint", round=self.step)
 
     # Clients
 
-    def arrived(self, seat: Seat) -> None:
-        told(
+    def arrived(self, seat: ClientSession) -> None:
+        log_event(
             "client in",
             client=seat.number,
             name=seat.name,
@@ -149,23 +149,25 @@ class Watching:
             held_out=seat.held_out,
         )
 
-    def left(self, seat: Seat) -> None:
+    def left(self, seat: ClientSession) -> None:
         """Log that a client has disconnected: missing if at work, otherwise out."""
         if seat.train is not None:
-            told("client missing", logging.WARNING, client=seat.number, ticket=seat.train.ticket)
+            log_event(
+                "client missing", logging.WARNING, client=seat.number, ticket=seat.train.ticket
+            )
         else:
-            told("client out", client=seat.number)
+            log_event("client out", client=seat.number)
 
-    def back(self, seat: Seat) -> None:
-        told("client back", client=seat.number)
+    def back(self, seat: ClientSession) -> None:
+        log_event("client back", client=seat.number)
 
     def assigned(self, client: int, ticket: int, round: int, size: int) -> None:
-        told("assignment", client=client, ticket=ticket, round=round + 1, bytes=size)
+        log_event("assignment", client=client, ticket=ticket, round=round + 1, bytes=size)
 
     def came(self, client: int, said: UploadRequest) -> None:
         """Log a received and recorded update."""
         more: dict[str, Any] = {} if said.failure is None else {"reason": said.failure}
-        told(
+        log_event(
             "update",
             client=client,
             ticket=said.ticket,
@@ -177,12 +179,12 @@ class Watching:
 
     def holds(self, client: int, ticket: int) -> None:
         """Log that an update is ready and stays at its client."""
-        told("ready", client=client, ticket=ticket)
+        log_event("ready", client=client, ticket=ticket)
 
     def left_protocol(self, client: int, ticket: int, stage: int, reason: str) -> None:
         """Log that a client has left the protocol on its update."""
         more: dict[str, Any] = {"reason": reason} if reason else {}
-        told("left", logging.WARNING, client=client, ticket=ticket, step=stage, **more)
+        log_event("left", logging.WARNING, client=client, ticket=ticket, step=stage, **more)
 
     def came_of(self, client: int, ticket: int, outcome: str, reason: str = "") -> None:
         """Count and log an assignment's outcome: accepted, refused, late, expired or failed."""
@@ -192,7 +194,7 @@ class Watching:
             self.last[client] = f"{outcome}: {reason}" if reason else outcome
         level = logging.INFO if outcome == "accepted" else logging.WARNING
         more: dict[str, Any] = {"reason": reason} if reason else {}
-        told("outcome", level, client=client, ticket=ticket, outcome=outcome, **more)
+        log_event("outcome", level, client=client, ticket=ticket, outcome=outcome, **more)
 
     def refused(
         self, client: int | None, address: str, request: str, kind: str, reason: str
@@ -211,7 +213,7 @@ class Watching:
             left_out = self._sparing.take(kind)
         if left_out is not None:
             more = {"left_out": left_out} if left_out else {}
-            told("refusal", logging.WARNING, **about, **more)
+            log_event("refusal", logging.WARNING, **about, **more)
 
     def mistake(self, request: str) -> None:
         """Log the server's own error that is being handled, with its traceback.
@@ -224,7 +226,7 @@ class Watching:
 
     # The terminal
 
-    def pulse(self, desk: Desk, doing: str) -> None:
+    def pulse(self, desk: ClientOutbox, doing: str) -> None:
         """Report the available clients, at most every `PULSE` seconds."""
         at = time.monotonic()
         if at - self._pulsed < PULSE:
@@ -232,7 +234,7 @@ class Watching:
         self._pulsed = at
         self._report({"federation": {"doing": doing, **self.look(desk)}})
 
-    def look(self, desk: Desk) -> dict[str, Any]:
+    def look(self, desk: ClientOutbox) -> dict[str, Any]:
         """Return a short summary of the available clients and the awaited work."""
         seats = desk.everybody()
         here = [seat for seat in seats if seat.here]
@@ -251,7 +253,7 @@ class Watching:
         }
 
 
-def told(event: str, level: int = logging.INFO, **about: Any) -> None:
+def log_event(event: str, level: int = logging.INFO, **about: Any) -> None:
     """Write a line of the log."""
     EVENTS.log(level, event, extra={"about": about})
 
@@ -261,10 +263,10 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
-class Metered:
+class MeteredApp:
     """ASGI application that counts the bytes of request and answer bodies."""
 
-    def __init__(self, app: Any, watching: Watching) -> None:
+    def __init__(self, app: Any, watching: ServerMetrics) -> None:
         self._app = app
         self._watching = watching
 

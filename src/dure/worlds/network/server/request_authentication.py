@@ -16,11 +16,11 @@ from starlette.routing import Route
 from dure.errors import RunFolderWriteError
 from dure.peer_text import printable
 from dure.wire.requests import RequestError
-from dure.worlds.network.server.access import NEW, Access, Admitted, Refused
+from dure.worlds.network.server.access import NEW, AccessControl, Admitted, RequestRefused
 from dure.worlds.network.server.answers import refusal
-from dure.worlds.network.server.at_once import AtOnce
-from dure.worlds.network.server.calls import UnprovenError, address_of, target_of
-from dure.worlds.network.server.watching import Watching
+from dure.worlds.network.server.client_requests import UnprovenError, address_of, target_of
+from dure.worlds.network.server.concurrency_limits import ConcurrencyLimits
+from dure.worlds.network.server.server_metrics import ServerMetrics
 from dure.worlds.network.updates import PartError
 
 Handler = Callable[..., Awaitable[Response]]
@@ -30,16 +30,16 @@ ROOM_SECONDS = 5
 
 
 @dataclass
-class Gate:
+class RequestAuthenticator:
     """Authentication for the routes of a server.
 
     `is_open` returns whether clients are served yet.
     """
 
-    access: Access
-    watching: Watching
+    access: AccessControl
+    watching: ServerMetrics
     is_open: Callable[[], bool]
-    at_once: AtOnce = field(default_factory=AtOnce)
+    at_once: ConcurrencyLimits = field(default_factory=ConcurrencyLimits)
 
     def route(self, path: str, method: str | None, handler: Handler, known: bool = True) -> Route:
         """Return a route whose handler runs after the common checks.
@@ -69,7 +69,7 @@ class Gate:
                 client = admitted.client
                 with self.at_once.of_client(client):
                     return await self._checked(handler, request, admitted)
-            except Refused as refused:
+            except RequestRefused as refused:
                 note(refused.kind, refused.reason)
                 return refusal(refused.status, refused.reason, refused.headers)
             except RequestError as error:
@@ -116,4 +116,4 @@ class Gate:
 
 async def _no_route(request: Request, admitted: Admitted) -> Response:
     place = printable(request.scope["path"], 200)
-    raise Refused(404, "no such route", f"nothing is served at {place!r}")
+    raise RequestRefused(404, "no such route", f"nothing is served at {place!r}")

@@ -25,13 +25,13 @@ from dure.record.disk import retry_write
 from dure.wire.requests import MessageBody, from_json, to_json
 from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.draft import DRAFT, DraftFile
-from dure.worlds.network.server.events import Events
-from dure.worlds.network.trees import Trees
+from dure.worlds.network.server.events import JournalEvents
+from dure.worlds.network.tree_files import TreeFiles
 
 Tree = dict[str, Any]
 
 
-class Made(MessageBody, frozen=True):
+class OnceEvent(MessageBody, frozen=True):
     """Body of the event "once".
 
     `number` and `digest` identify the file; `what` is the name of the result. `travelled` has
@@ -44,10 +44,12 @@ class Made(MessageBody, frozen=True):
     travelled: list[tuple[int, int, int]]
 
 
-class Once:
+class DurableOnce:
     """Results computed once. `sweeps` is True to delete files that are no longer needed."""
 
-    def __init__(self, events: Events, journal: Journal, trees: Trees, sweeps: bool) -> None:
+    def __init__(
+        self, events: JournalEvents, journal: Journal, trees: TreeFiles, sweeps: bool
+    ) -> None:
         self._events = events
         self._journal = journal
         self._trees = trees
@@ -62,14 +64,14 @@ class Once:
         """Number of the next event."""
         self._files = 0
         """Number of the next file; lower numbers are named, or about to be named."""
-        self._of_this_model: list[Made] = []
-        self._again: list[Made] = []
+        self._of_this_model: list[OnceEvent] = []
+        self._again: list[OnceEvent] = []
         """Results for the model in progress at a checkpoint, which will be requested again."""
         self._over: list[int] = []
         """Numbers of the files that the next checkpoint makes obsolete."""
         self._covered: list[int] = []
 
-    def get(self, what: str, make: Callable[[], Tree]) -> tuple[Tree, Made]:
+    def get(self, what: str, make: Callable[[], Tree]) -> tuple[Tree, OnceEvent]:
         """Return the result of `make`, computed now or before.
 
         Raises RunFolderError if the file of an earlier result is missing or damaged.
@@ -86,7 +88,7 @@ class Once:
                 return self._read(made), made
         return self._make(what, make)
 
-    def _make(self, what: str, make: Callable[[], Tree]) -> tuple[Tree, Made]:
+    def _make(self, what: str, make: Callable[[], Tree]) -> tuple[Tree, OnceEvent]:
         self.making = True
         self.travelled = {}
         try:
@@ -99,7 +101,7 @@ class Once:
         # A disk that is full for a moment must not lose a sum.
         retry_write(lambda: digests.append(self._trees.write(number, tree)))
         travelled = [(client, *both) for client, both in sorted(self.travelled.items())]
-        self._journal.write("once", body=to_json(Made(number, what, digests[-1], travelled)))
+        self._journal.write("once", body=to_json(OnceEvent(number, what, digests[-1], travelled)))
         # The event is applied in order with the others, as after a restart.
         while True:
             found = self._event()
@@ -115,9 +117,9 @@ class Once:
         self._events.aside.append(event)
         return None
 
-    def _named(self, event: Event, what: str) -> Made:
+    def _named(self, event: Event, what: str) -> OnceEvent:
         """Decode an event "once". Raises RunFolderError if it is about another result."""
-        made = from_json(event.body, Made)
+        made = from_json(event.body, OnceEvent)
         if (made.what, made.number) != (what, self._number):
             raise RunFolderError(
                 f"the journal says in row {event.seq} that {made.what!r} was made, as number "
@@ -128,7 +130,7 @@ class Once:
         self._of_this_model.append(made)
         return made
 
-    def _read(self, made: Made) -> Tree:
+    def _read(self, made: OnceEvent) -> Tree:
         return self._trees.read(made.number, made.digest)
 
     def model_made(self) -> None:
@@ -165,11 +167,11 @@ class Once:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state` has returned."""
         self._number = state["number"]
-        self._of_this_model = [msgspec.convert(one, Made) for one in state["made"]]
+        self._of_this_model = [msgspec.convert(one, OnceEvent) for one in state["made"]]
         self._again = list(self._of_this_model)
 
 
-def steps(made: Made, round: int, now: float) -> list[AssignmentRecord]:
+def steps(made: OnceEvent, round: int, now: float) -> list[AssignmentRecord]:
     """Return the bytes transferred during the computation, for the report."""
     return [
         AssignmentRecord(client, round, now, now, STEP, down, up, 0.0, 0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dure.worlds.network.client.state import ClientState
 
 
-class SpentOnDisk:
+class StoredSpentModels:
     """List of spent models in a client's folder; client numbers are ignored."""
 
     def __init__(self, state: ClientState) -> None:

@@ -3,7 +3,7 @@
 For updates that stay at their clients. An answer exists in memory only, from its request to the
 consumer; tensors of an answer, which may be large, have a file until the consumer gets them. No
 journal, log or checkpoint contains an answer. A step therefore cannot be repeated after a restart:
-the server stores the result of the whole protocol instead (`once.py`).
+the server stores the result of the whole protocol instead (`durable_once.py`).
 
 Other events of the journal are set aside meanwhile. A step ends when all clients have answered,
 when no remaining client is available, or at its timeout. A disconnected client may return until
@@ -24,18 +24,18 @@ from dure.errors import DamagedUpdateError
 from dure.protocol.messages import ProtocolAnswer, ProtocolStep
 from dure.wire.requests import MOST_STEP_BYTES, ProtocolStepBody
 from dure.wire.tensors import TensorsError, size_of
-from dure.worlds.network.server.desk import Answered, Desk
-from dure.worlds.network.server.events import Events
-from dure.worlds.network.server.once import Once
-from dure.worlds.network.server.watching import Watching
+from dure.worlds.network.answer_tensors import forms_of
+from dure.worlds.network.server.durable_once import DurableOnce
+from dure.worlds.network.server.events import JournalEvents
+from dure.worlds.network.server.outbox import ClientAnswer, ClientOutbox
+from dure.worlds.network.server.server_metrics import ServerMetrics
 from dure.worlds.network.updates import Updates
-from dure.worlds.network.wanted import forms_of
 
 MOMENT = 0.1
 """Seconds between two checks for disconnected clients."""
 
 
-class Exchanging:
+class ProtocolSteps:
     """Steps of protocols.
 
     `seconds` is the timeout of a step. `stops` returns whether the user wants the server to stop.
@@ -43,13 +43,13 @@ class Exchanging:
 
     def __init__(
         self,
-        events: Events,
-        desk: Desk,
+        events: JournalEvents,
+        desk: ClientOutbox,
         files: Updates,
-        once: Once,
+        once: DurableOnce,
         seconds: float,
         stops: Callable[[], bool],
-        watching: Watching,
+        watching: ServerMetrics,
     ) -> None:
         self._events = events
         self._desk = desk
@@ -98,7 +98,7 @@ class Exchanging:
         while (event := self._events.next(float("inf"), 0.0)) is not None:
             self._events.aside.append(event)
 
-    def _next(self, asking: str) -> Answered | None:
+    def _next(self, asking: str) -> ClientAnswer | None:
         """Return an answer to this question; None after a moment without an answer."""
         try:
             answered = self._desk.answers.get(timeout=MOMENT)
@@ -118,7 +118,7 @@ class Exchanging:
             while True:
                 self._desk.answers.get_nowait()
 
-    def _answer(self, say: ProtocolStep, answered: Answered) -> ProtocolAnswer | None:
+    def _answer(self, say: ProtocolStep, answered: ClientAnswer) -> ProtocolAnswer | None:
         """Return the client's answer; None if the client leaves the protocol."""
         said = answered.said
         why = said.failure and f"its own code raised {said.failure}"

@@ -18,7 +18,7 @@ from dure.worlds.interrupts import on_interrupt
 Value = TypeVar("Value")
 
 
-def run_here(
+def run_in_process(
     program: Callable[[RankContext], Value],
     report: Callable[[dict[str, Any]], None],
     name: str,

@@ -48,11 +48,11 @@ The next round often begins at once, and a single answer then has both.
 """
 
 
-Gone = asyncio.Future[None]
+DisconnectFuture = asyncio.Future[None]
 """Future that is done once the client has disconnected."""
 
 
-class Newest(list[int]):
+class RecentIds(list[int]):
     """The last eight assignment ids.
 
     (An empty deque takes 760 bytes, and there may be thousands.)
@@ -66,7 +66,7 @@ class Newest(list[int]):
 
 
 @dataclass(slots=True)
-class Seat:
+class ClientSession:
     """Session of a client: its known facts, and its waiting messages.
 
     Args:
@@ -115,24 +115,24 @@ class Seat:
     wants: dict[str, TensorSpec] = field(default_factory=dict)
     lies: str = ""
     answered: tuple[str, str] = ("", "")
-    sent: Newest = field(default_factory=Newest)
+    sent: RecentIds = field(default_factory=RecentIds)
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
     bells: list[asyncio.Future[None]] = field(default_factory=list)
 
 
-class Answered(NamedTuple):
+class ClientAnswer(NamedTuple):
     """Answer of a client to a step of a protocol."""
 
     client: int
     said: ProtocolAnswerBody
 
 
-class Desk:
+class ClientOutbox:
     """Sessions of all clients. `now` returns the federation's clock, for deadlines."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
-        self.seats: dict[int, Seat] = {}
+        self.seats: dict[int, ClientSession] = {}
         self.over: str | None = None
         """Reason why the run has ended; None while it runs."""
         self.paused = False
@@ -147,7 +147,7 @@ class Desk:
         """Digest of the model assigned last."""
         self.final: EvaluationTask | None = None
         """Last model, once the run has ended."""
-        self.answers: queue.SimpleQueue[Answered] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[ClientAnswer] = queue.SimpleQueue()
         """Answers of clients to steps of a protocol, in memory only until taken."""
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -156,14 +156,14 @@ class Desk:
         """Set the event loop in which handlers wait."""
         self._loop = loop
 
-    def seat(self, number: int) -> Seat:
+    def seat(self, number: int) -> ClientSession:
         """Return the client's session; create it at the first call."""
         with self._lock:
             if number not in self.seats:
-                self.seats[number] = Seat(number, f"client {number}")
+                self.seats[number] = ClientSession(number, f"client {number}")
             return self.seats[number]
 
-    def everybody(self) -> list[Seat]:
+    def everybody(self) -> list[ClientSession]:
         """Return all sessions, safely while others are created."""
         with self._lock:
             return list(self.seats.values())
@@ -244,7 +244,7 @@ class Desk:
             if seat.here
         )
 
-    def _ring(self, seat: Seat) -> None:
+    def _ring(self, seat: ClientSession) -> None:
         """Wake the handlers that wait for a message to this client."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_wake, seat)
@@ -258,7 +258,7 @@ class Desk:
             for ticket in tickets:
                 seat.outcomes.pop(ticket, None)
 
-    def word(self, seat: Seat) -> NextAnswer | None:
+    def word(self, seat: ClientSession) -> NextAnswer | None:
         """Return the messages to a client; None without messages."""
         with self._lock:
             outcomes = list(seat.outcomes.values())
@@ -273,7 +273,7 @@ class Desk:
                 return None
             return NextAnswer(outcomes=outcomes, train=train, measure=seat.measure, say=seat.say)
 
-    async def next(self, seat: Seat, seconds: float, gone: Gone) -> NextAnswer:
+    async def next(self, seat: ClientSession, seconds: float, gone: DisconnectFuture) -> NextAnswer:
         """Wait for messages to the client; return an empty message after `seconds`."""
         until = time.monotonic() + seconds
         while True:
@@ -286,7 +286,9 @@ class Desk:
                 return word if word is not None else NextAnswer()
             await _rung(seat, gone, left)
 
-    async def watch(self, seat: Seat, ticket: int, seconds: float, gone: Gone) -> WatchAnswer:
+    async def watch(
+        self, seat: ClientSession, ticket: int, seconds: float, gone: DisconnectFuture
+    ) -> WatchAnswer:
         """Wait while the update, or an answer about it, is still needed, for at most `seconds`."""
         until = time.monotonic() + seconds
         while True:
@@ -299,47 +301,47 @@ class Desk:
                 return WatchAnswer(wanted=True)
             await _rung(seat, gone, left)
 
-    def wants(self, seat: Seat, ticket: int) -> bool:
+    def wants(self, seat: ClientSession, ticket: int) -> bool:
         """Return whether the server waits for an update with this assignment id."""
         return self.over is None and seat.train is not None and seat.train.ticket == ticket
 
-    def asks(self, seat: Seat, ticket: int, asking: str) -> bool:
+    def asks(self, seat: ClientSession, ticket: int, asking: str) -> bool:
         """Return whether this is the question that the client has to answer now."""
         say = seat.say
         return say is not None and (say.ticket, say.asking) == (ticket, asking)
 
-    def answer(self, seat: Seat, said: ProtocolAnswerBody, digest: str) -> None:
+    def answer(self, seat: ClientSession, said: ProtocolAnswerBody, digest: str) -> None:
         """Record the client's answer to its question; `digest` is that of the answer."""
         with self._lock:
             seat.say = None
             seat.answered = said.asking, digest
-        self.answers.put(Answered(seat.number, said))
+        self.answers.put(ClientAnswer(seat.number, said))
 
-    def called(self, seat: Seat) -> None:
+    def called(self, seat: ClientSession) -> None:
         """Record the start of a request."""
         seat.calls += 1
         seat.seen = time.monotonic()
 
-    def hung_up(self, seat: Seat) -> None:
+    def hung_up(self, seat: ClientSession) -> None:
         """Record the end of a request, or a broken connection."""
         seat.calls -= 1
         seat.seen = time.monotonic()
 
-    def silent(self, now: float) -> Iterator[Seat]:
+    def silent(self, now: float) -> Iterator[ClientSession]:
         """Yield sessions of available clients without a request for `GRACE` seconds."""
         for seat in self.everybody():
             if seat.here and not seat.calls and now - seat.seen > GRACE:
                 yield seat
 
 
-def _wake(seat: Seat) -> None:
+def _wake(seat: ClientSession) -> None:
     """Wake all waiting requests of a session."""
     for bell in seat.bells:
         if not bell.done():
             bell.set_result(None)
 
 
-async def _rung(seat: Seat, gone: Gone, seconds: float) -> None:
+async def _rung(seat: ClientSession, gone: DisconnectFuture, seconds: float) -> None:
     """Wait for news for the client or its disconnection, for at most `seconds`.
 
     No event is missed: futures are completed in the event loop, and the caller has checked the
@@ -348,7 +350,7 @@ async def _rung(seat: Seat, gone: Gone, seconds: float) -> None:
     loop = asyncio.get_running_loop()
     bell: asyncio.Future[None] = loop.create_future()
 
-    def ring(gone: Gone | None = None) -> None:
+    def ring(gone: DisconnectFuture | None = None) -> None:
         if not bell.done():
             bell.set_result(None)
 

@@ -21,7 +21,7 @@ MOST_REMEMBERED = 65536
 
 
 @dataclass(frozen=True)
-class Limits:
+class RateLimits:
     """Rate limits of a client: `rate` requests per second, and `burst` at once.
 
     Times are in seconds.
@@ -46,7 +46,7 @@ class Limits:
 class _Conduct:
     __slots__ = ("ended", "filled", "refusals", "times", "tokens")
 
-    def __init__(self, limits: Limits, now: float) -> None:
+    def __init__(self, limits: RateLimits, now: float) -> None:
         self.tokens = limits.burst
         self.filled = now
         self.refusals: list[float] = []
@@ -60,11 +60,11 @@ class _Conduct:
 Who = TypeVar("Who", bound=Hashable)
 
 
-class Conducts(Generic[Who]):
+class RateLimiter(Generic[Who]):
     """Rate limits and quarantines by number or address. `clock` returns monotonic seconds."""
 
-    def __init__(self, limits: Limits | None, clock: Callable[[], float]) -> None:
-        self._limits = limits if limits is not None else Limits()
+    def __init__(self, limits: RateLimits | None, clock: Callable[[], float]) -> None:
+        self._limits = limits if limits is not None else RateLimits()
         self._clock = clock
         self._all: OrderedDict[Who, _Conduct] = OrderedDict()
         self._lock = threading.Lock()
