@@ -50,7 +50,7 @@ def test_a_sites_key_is_the_one_with_which_it_joins(said) -> None:
     assert fingerprint(first.strip()) in told
     # Also while the client is at work.
     with ClientState(Path("ward")) as state:
-        assert Key.kept_in(state.key).public == first.strip()
+        assert Key.load_or_create(state.key).public == first.strip()
         assert said("roster key --state ward")[1] == first
     assert stat.S_IMODE(Path("ward").stat().st_mode) == 0o700
 
@@ -80,7 +80,7 @@ def test_an_owners_key_is_secret_and_is_made_once(said) -> None:
     ],
 )
 def test_mistakes_are_told_in_one_line(said, line, message) -> None:
-    Key.kept_in(Path("owner.pem"))
+    Key.load_or_create(Path("owner.pem"))
     Path("clients.txt").write_text(f"0 ward {'2' * 64}\n")
     Path("gap.txt").write_text(f"1 ward {'2' * 64}\n")
     Path("twice.txt").write_text(f"0 ward {'2' * 64}\n1 other {'2' * 64}\n")

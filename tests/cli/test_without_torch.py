@@ -24,7 +24,7 @@ lineage = {**config, "system": {}, "rounds": 1, "made": "", "versions": {},
 (run / "config.json").write_bytes(canonical_json(with_sums(config)))
 (run / "summary.json").write_bytes(canonical_json({"lineage": lineage}))
 (run / "model.safetensors").write_bytes(b"weights")
-said = signed(lineage, sha256_of(run / "model.safetensors"), Key.kept_in(Path("server.pem")))
+said = signed(lineage, sha256_of(run / "model.safetensors"), Key.load_or_create(Path("server.pem")))
 (run / "model.lineage.json").write_bytes(canonical_json(said))
 Register(run / FILE, 2).close()
 (run / "audit.jsonl").touch()
@@ -52,7 +52,7 @@ audit run/audit.jsonl
 EACH = """
 for line in sys.stdin.read().strip().splitlines():
     if line.startswith("roster sign"):
-        key = Key.kept_in(Path("site") / "key.pem")
+        key = Key.load_or_create(Path("site") / "key.pem")
         Path("members").write_text(f"0 a {key.public}\\n")
     status = main(line.split())
     assert status == 0, f"dure {line} ended with {status}"

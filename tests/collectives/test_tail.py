@@ -75,11 +75,18 @@ def test_a_tail_is_as_long_as_its_fields(a, b, ranks):
 
 
 def test_a_number_that_is_not_finite_is_heard_from_its_rank_alone():
-    ends = [Trailer([summed_field("wish"), per_rank_field("loss")], rank, 3) for rank in range(3)]
-    said = [{"wish": [2.0], "loss": [0.5]}, {"loss": [float("nan")]}, {"loss": [float("inf")]}]
+    ends = [
+        Trailer([summed_field("control_flags"), per_rank_field("loss")], rank, 3)
+        for rank in range(3)
+    ]
+    said = [
+        {"control_flags": [2.0], "loss": [0.5]},
+        {"loss": [float("nan")]},
+        {"loss": [float("inf")]},
+    ]
     numbers = [end.encode(own) for end, own in zip(ends, said, strict=True)]
     heard = ends[0].decode(torch.tensor(numbers).sum(0).tolist())
-    assert heard["wish"] == [2.0]
+    assert heard["control_flags"] == [2.0]
     assert [value == value for value in heard["loss"]] == [True, False, True]
     assert heard["loss"][2] == float("inf")
 
@@ -90,7 +97,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="changed has 3 numbers, not 2"):
         Trailer([summed_field("changed", 3)], 0, 2).encode({"changed": [1.0, 0.0]})
     with pytest.raises(KeyError):
-        Trailer([], 0, 2).encode({"wish": [1.0]})
+        Trailer([], 0, 2).encode({"control_flags": [1.0]})
 
 
 def test_times_count_from_a_moment_on_the_clock_of_this_machine():

@@ -119,7 +119,7 @@ class Pipe:
         self.flown: list[AssignmentRecord] = []
         self.checked = False
         self.clock_is = "virtual_seconds"
-        self.lasts: float | None = None
+        self.answer_timeout: float | None = None
         self.patient = False
         self.early: list[Update] = []
         self.arrived: dict[int, Update] = {}

@@ -62,7 +62,7 @@ def test_names_of_clients_are_not_in_it(served) -> None:
 def test_the_key_is_the_servers_and_stays_with_it(served) -> None:
     path = served[1] / "signing.key"
     assert path.stat().st_mode & 0o777 == 0o600
-    key = Key.kept_in(path)
+    key = Key.load_or_create(path)
     assert verify(served[1], key.public).key == key.public
     with pytest.raises(LineageError, match="not by"):
         verify(served[1], Key.make().public)

@@ -32,7 +32,7 @@ class PartyPeer:
         self.number = number
         self.lie = lie
         folder.mkdir(parents=True, exist_ok=True)
-        self.key = Key.kept_in(folder / "key.pem")
+        self.key = Key.load_or_create(folder / "key.pem")
         model = seeded_model(task, 0).train()
         train, test = examples_for(task)
         self.site = PartySite(
@@ -41,7 +41,7 @@ class PartyPeer:
         # Of the roster it believes everything: rosters are tested elsewhere.
         roster = SimpleNamespace(members=[], fingerprint="")
         identity: Any = SimpleNamespace(takes=lambda signed: roster)
-        box = BoxKey.kept_in(folder / "box.pem")
+        box = BoxKey.load_or_create(folder / "box.pem")
         member = box.member(self.key, number, f"client {number}", RUN)
         self.hello = Hello(len(self.site.known), msgspec.json.encode(member), "0" * 64)
         self.site.takes(self.hello, identity)

@@ -171,13 +171,13 @@ def _sealed(message: Any, to: str) -> SealedHead:
 
 
 class Channels:
-    """In memory. lasts: seconds until somebody silent is late."""
+    """In memory. answer_timeout: seconds until somebody silent is late."""
 
-    def __init__(self, folder: Path, peers: Sequence[Peer], lasts: float = LASTS) -> None:
+    def __init__(self, folder: Path, peers: Sequence[Peer], answer_timeout: float = LASTS) -> None:
         self.run = RUN
         self.folder = folder
         self.key = Key.make()
-        self.lasts = lasts
+        self.answer_timeout = answer_timeout
         self._until = time.monotonic() + SECONDS
         self.peers = list(peers)
         self.events: deque[Event] = deque()
@@ -216,7 +216,7 @@ class Channels:
     def identity(self, client: int) -> tuple[str, str]:
         return self.peers[client].key.public, f"client {client}"
 
-    def turn_away(self, client: int, reason: str) -> None:
+    def reject(self, client: int, reason: str) -> None:
         self.turned_away[client] = reason
         self.events.append(ClientDisconnected(client, reason[:120]))
         self.after(client, reason)
@@ -262,7 +262,7 @@ def served(
     task: Callable[[], dure.Task],
     lies: dict[int, Lie],
     rounds: int = 2,
-    lasts: float = LASTS,
+    answer_timeout: float = LASTS,
     prepare: Callable[[Channels], None] = lambda channels: None,
     before: Callable[[Channels], None] = lambda channels: None,
 ) -> Served:
@@ -283,7 +283,7 @@ def served(
         for number in range(plan.clients)
     ]
     folder.mkdir(exist_ok=True)
-    channels = Channels(folder, peers, lasts)
+    channels = Channels(folder, peers, answer_timeout)
     before(channels)
 
     def connect(hosted: HostedRun) -> Any:

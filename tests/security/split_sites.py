@@ -95,7 +95,7 @@ class Clients:
         self, place: Path, strategy: Any, task: Any, number: int, limits: SiteLimits, run: str
     ) -> SplitSite:
         welcome: Any = SimpleNamespace(run=run, seed=0, client=number, clients=strategy.clients)
-        session: Any = SimpleNamespace(key=Key.kept_in(place / "key.pem"))
+        session: Any = SimpleNamespace(key=Key.load_or_create(place / "key.pem"))
         kept: Any = SimpleNamespace(temporary=False, folder=place)
 
         def event(what: str, about: Any) -> None:

@@ -171,7 +171,7 @@ def test_the_same_question_has_the_same_answer_and_another_has_none(
     # What became of the update is known: nobody has anything to ask any more.
     if one.state is not None:
         one.state.settle(question.ticket, kept=True)
-    one.holding.let_go([question.ticket])
+    one.holding.discard([question.ticket])
     assert one.holding.answer(question) is None
     for site in sites.values():
         site.close()

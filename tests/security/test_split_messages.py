@@ -537,7 +537,7 @@ def test_a_client_without_a_turn_begins_nobody_elses_anew(system: str, tmp_path:
 
         hall.lie = counts
 
-    served(tmp_path, SYSTEMS[system], task, {}, 1, lasts=5.0, prepare=prepare)
+    served(tmp_path, SYSTEMS[system], task, {}, 1, answer_timeout=5.0, prepare=prepare)
     # One that has a turn of its own takes the round back as it comes, and as it is refused.
     assert begun.count(0) <= 3
 

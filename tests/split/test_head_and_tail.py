@@ -284,9 +284,9 @@ def test_no_side_leads_to_a_parameter_of_the_other(
     learners: list[SimulatedSplitLearner] = []
     advance = SimulatedSplitLearner.advance
 
-    def noted(self: SimulatedSplitLearner, wish: int) -> Any:
+    def noted(self: SimulatedSplitLearner, control_flags: int) -> Any:
         learners.append(self)
-        return advance(self, wish)
+        return advance(self, control_flags)
 
     monkeypatch.setattr(SimulatedSplitLearner, "advance", noted)
     trained(dure.joined(*two_files(shape)), kind(clients=2, batch_size=SIZE), rounds=1)

@@ -77,14 +77,14 @@ class Party:
         folder.mkdir(parents=True, exist_ok=True)
         one = seeded_model(task, 0).train()
         train, test = examples_for(task)
-        self.key = Key.kept_in(folder / "key.pem")
-        box = BoxKey.kept_in(folder / "box.pem")
+        self.key = Key.load_or_create(folder / "key.pem")
+        box = BoxKey.load_or_create(folder / "box.pem")
         member = box.member(self.key, number, f"site {number}", RUN)
         self.site = PartySite(
             task, one, train, test, strategy.plan, number, 0, folder, RUN, lambda what, about: None
         )
         hello = Hello(len(self.site.known), msgspec.json.encode(member), "0")
-        pinned = PinnedRoster.kept_in(folder, RUN)
+        pinned = PinnedRoster.load(folder, RUN)
         self.site.takes(hello, Identity(self.key, box, member, RUN, pinned, None))
         self.hello = bytes(b"".join(encode(hello)))
 
@@ -96,7 +96,7 @@ class Wire(Channels):
     """
 
     run = RUN
-    lasts = 0.5
+    answer_timeout = 0.5
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Wire(Channels):
     def allow(self, most: int) -> None:
         pass
 
-    def turn_away(self, client: int, reason: str) -> None:
+    def reject(self, client: int, reason: str) -> None:
         self.turned_away[client] = reason
 
     def over(self, reason: str) -> None:

@@ -148,7 +148,7 @@ def test_parameters_that_were_let_go_need_no_memory_until_they_are_loaded():
     taken = model.state_dict()["first.weight"]
     kept = taken.clone()
     for _ in range(2):
-        flat.let_go()
+        flat.release()
     parameters = trainable_parameters(model)
     assert sum(one.untyped_storage().nbytes() for one in parameters) <= 8 * len(parameters)
     assert model.first.weight.shape == (3, 3)

@@ -22,12 +22,12 @@ KINDS = pytest.mark.parametrize("kind", [Key, BoxKey])
 def test_a_key_is_kept_for_its_owner_alone_and_is_the_same_the_next_time(kind, tmp_path) -> None:
     before = os.umask(0)
     try:
-        key = kind.kept_in(tmp_path / "client.key")
+        key = kind.load_or_create(tmp_path / "client.key")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "client.key").stat().st_mode) == 0o600
     assert [file.name for file in tmp_path.iterdir()] == ["client.key"]
-    assert kind.kept_in(tmp_path / "client.key").public == key.public
+    assert kind.load_or_create(tmp_path / "client.key").public == key.public
     assert kind.make().public != key.public
 
 
@@ -38,16 +38,16 @@ def test_processes_that_make_a_key_at_the_same_time_have_the_same(kind, private,
     keys = [private.generate(), private.generate()]
     for key in keys:
         write_new_key(key, tmp_path / "client.key")
-    assert kind.kept_in(tmp_path / "client.key").public == kind(keys[0]).public
+    assert kind.load_or_create(tmp_path / "client.key").public == kind(keys[0]).public
 
 
 @KINDS
 @pytest.mark.parametrize("others", [0o640, 0o604, 0o660])
 def test_a_key_that_others_may_read_is_refused(kind, others, tmp_path: Path) -> None:
-    kind.kept_in(tmp_path / "client.key")
+    kind.load_or_create(tmp_path / "client.key")
     (tmp_path / "client.key").chmod(others)
     with pytest.raises(ValueError, match="chmod 600"):
-        kind.kept_in(tmp_path / "client.key")
+        kind.load_or_create(tmp_path / "client.key")
 
 
 @KINDS
@@ -57,17 +57,17 @@ def test_a_file_that_is_no_key_is_refused(kind, content: bytes, tmp_path: Path) 
     file.write_bytes(content)
     file.chmod(0o600)
     with pytest.raises(ValueError, match=r"client\.key is no private key"):
-        kind.kept_in(file)
+        kind.load_or_create(file)
 
 
 @pytest.mark.parametrize(("made", "kind", "named"), [(Key, BoxKey, "X"), (BoxKey, Key, "Ed")])
 def test_a_key_of_the_other_kind_is_refused(made, kind, named, tmp_path: Path) -> None:
-    made.kept_in(tmp_path / "client.key")
+    made.load_or_create(tmp_path / "client.key")
     with pytest.raises(ValueError, match=f"another kind than {named}25519"):
-        kind.kept_in(tmp_path / "client.key")
+        kind.load_or_create(tmp_path / "client.key")
 
 
 @KINDS
 def test_a_key_that_cannot_be_kept_says_where(kind, tmp_path: Path) -> None:
     with pytest.raises(RunFolderWriteError, match=r"missing/client\.key"):
-        kind.kept_in(tmp_path / "missing" / "client.key")
+        kind.load_or_create(tmp_path / "missing" / "client.key")

@@ -190,7 +190,7 @@ def test_a_server_that_means_well_signs_no_roster_that_would_be_refused() -> Non
 
 def pinned(folder: Path, roster: Roster = ROSTER, **more) -> Roster:
     """As a client that has just started does."""
-    return PinnedRoster.kept_in(folder, RUN).take(roster, own=MEMBERS[0], **more)
+    return PinnedRoster.load(folder, RUN).take(roster, own=MEMBERS[0], **more)
 
 
 def refused_by(folder: Path, roster: Roster, **more) -> RosterError:
@@ -203,9 +203,9 @@ def refused_by(folder: Path, roster: Roster, **more) -> RosterError:
 
 
 def test_the_first_roster_is_pinned_and_comes_again(tmp_path: Path) -> None:
-    assert PinnedRoster.kept_in(tmp_path, RUN).roster is None
+    assert PinnedRoster.load(tmp_path, RUN).roster is None
     assert pinned(tmp_path) == ROSTER
-    assert PinnedRoster.kept_in(tmp_path, RUN).roster == ROSTER
+    assert PinnedRoster.load(tmp_path, RUN).roster == ROSTER
     assert pinned(tmp_path, Roster.from_json(ROSTER.to_json())) == ROSTER
 
 
@@ -254,7 +254,7 @@ def test_each_run_has_its_own(tmp_path: Path) -> None:
     pinned(tmp_path)
     own = member(0, run="other")
     other = Roster.signed("other", [own], SERVER)
-    assert PinnedRoster.kept_in(tmp_path, "other").take(other, own) == other
+    assert PinnedRoster.load(tmp_path, "other").take(other, own) == other
     assert pinned(tmp_path) == ROSTER
 
 
@@ -283,7 +283,7 @@ def test_a_file_that_was_changed_is_not_used(tmp_path: Path, at: int) -> None:
     body[at] ^= 1
     file.write_bytes(body)
     with pytest.raises(RosterError, match="is damaged") as error:
-        PinnedRoster.kept_in(tmp_path, RUN)
+        PinnedRoster.load(tmp_path, RUN)
     assert file.name in str(error.value)
 
 
@@ -291,13 +291,13 @@ def test_the_file_of_another_run_is_not_used(tmp_path: Path) -> None:
     pinned(tmp_path)
     (tmp_path / f"roster-{RUN}.json").rename(tmp_path / "roster-other.json")
     with pytest.raises(RosterError, match=f"is the roster of the run {RUN}"):
-        PinnedRoster.kept_in(tmp_path, "other")
+        PinnedRoster.load(tmp_path, "other")
 
 
 @pytest.mark.parametrize("run", ["", "../a", "a/b", ".hidden", "a\n", "a" * 101])
 def test_a_run_cannot_name_another_file(tmp_path: Path, run: str) -> None:
     with pytest.raises(ValueError, match="no id of a run"):
-        PinnedRoster.kept_in(tmp_path, run)
+        PinnedRoster.load(tmp_path, run)
 
 
 def written(folder: Path, text: str) -> Path:

@@ -200,7 +200,7 @@ class ADMMLearner(Learner):
     def flops_per_step(self) -> float:
         return self.replica.flops_per_step(self.shard.batches.batch_size)
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         """Run a round: the local problem, the consensus, the duals."""
         ranks = self.group.size
         round = self.round + 1
@@ -223,7 +223,7 @@ class ADMMLearner(Learner):
         else:
             loss = trained.total
             numbers.append(trained.counted)
-        met = self.meeting.meet(1 / ranks, loss, wish, round, numbers=numbers)
+        met = self.meeting.meet(1 / ranks, loss, control_flags, round, numbers=numbers)
         # the bodies are now sums over the ranks
         went = self._agree()
         # Rounding may leave the difference a little below zero.
@@ -234,7 +234,7 @@ class ADMMLearner(Learner):
         self._adapt(primal, dual)
         self.round = round
         mean = met.loss if self.losses.is_alike else mean_over(met.loss, met.numbers[1])
-        return StepResult(mean, sum(counts), met.wish, residuals)
+        return StepResult(mean, sum(counts), met.control_flags, residuals)
 
     def _pull(self) -> Callable[[Sequence[Tensor]], None]:
         """Return a function that adds the gradient of rho/2·|x - z + u|^2 to the gradients."""

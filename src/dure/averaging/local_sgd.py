@@ -170,7 +170,7 @@ class LocalSGDLearner(Learner):
     def flops_per_step(self) -> float:
         return self.replica.flops_per_step(-(-self.batches.batch_size // self.group.size))
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         """Run a round: separate steps, then the mean."""
         steps = range(self.step, self.step + self.strategy.steps_of_round_at(self.step))
         # A generator: each batch is read only when its step comes.
@@ -192,7 +192,7 @@ class LocalSGDLearner(Learner):
         met = self.meeting.meet(
             weight,
             weight * trained.loss,
-            wish,
+            control_flags,
             self.round + 1,
             numbers=counted,
             scale=lambda heard: scale_of(expected, heard[0]) if counted else 1.0,
@@ -203,7 +203,9 @@ class LocalSGDLearner(Learner):
         self.step = steps.stop
         self.round = self.round + 1
         something = met.numbers[0] if counted else expected
-        return StepResult(met.loss if something else None, sum(map(len, batches)), met.wish)
+        return StepResult(
+            met.loss if something else None, sum(map(len, batches)), met.control_flags
+        )
 
     def _parts(self, steps: range) -> Iterator[tuple[int, Tensor]]:
         """Yield each step with this rank's part of its joint batch."""

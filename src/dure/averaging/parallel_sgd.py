@@ -162,7 +162,7 @@ class ParallelSGD(Strategy):
                     f"shuffle moves examples between ranks, and {way} is about where they lay: "
                     f"leave out one of the two"
                 )
-        if self.combine == "best" and task.train.lies is not None:
+        if self.combine == "best" and task.train.rank_counts is not None:
             raise ValueError(
                 "the best model is the one with the least loss on all training data, and these lie "
                 "with the ranks, each its own: take combine=average"
@@ -170,7 +170,7 @@ class ParallelSGD(Strategy):
 
     def parts(self, task: Task, seed: int, workers: int | None) -> Sequence[Tensor]:
         """Return the shards of all ranks; empty if the ranks have data of their own."""
-        if task.train.lies is not None or workers is None:
+        if task.train.rank_counts is not None or workers is None:
             return ()
         return self.partition.divide(workers, task.train, seed)
 
@@ -194,7 +194,7 @@ class _Told(NamedTuple):
 
     total: float
     counted: float
-    wish: float
+    control_flags: float
     arrival: float
 
 
@@ -240,7 +240,7 @@ class ParallelSGDLearner(Learner):
     def flops_per_step(self) -> float:
         return self.replica.flops_per_step(self.shard.batches.batch_size)
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         """Run passes of every rank over its own examples, and combine if that is repeated."""
         if not self.is_mixed:
             self._shuffle()
@@ -248,7 +248,9 @@ class ParallelSGDLearner(Learner):
         steps = self.passes * self.shard.steps_per_pass
         trained = self.replica.train(self.shard.steps(self.round * steps, steps))
         entered = time.perf_counter()
-        told = _Told(trained.total, trained.counted, float(wish), entered + self.clock_offset)
+        told = _Told(
+            trained.total, trained.counted, float(control_flags), entered + self.clock_offset
+        )
         # Passes of unequal shards end at different times: all ranks wait for the last here.
         rows = self.group.all_gather_values(list(told), "the end of a pass")
         heard = [_Told(*row) for row in rows]
@@ -267,7 +269,7 @@ class ParallelSGDLearner(Learner):
         mean = sum(one.total for one in heard) / counted if counted else None
         if self.strategy.combine_every is not None:
             self._go_on_from_combined()
-        return StepResult(mean, self.passes * len(self.all_examples), int(heard[0].wish))
+        return StepResult(mean, self.passes * len(self.all_examples), int(heard[0].control_flags))
 
     def _shuffle(self) -> None:
         """Exchange examples, and report the exchange to the meter."""

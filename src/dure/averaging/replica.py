@@ -291,7 +291,7 @@ def check_partition(partition: Partition, task: Task, workers: int | None) -> No
 
     Raises ValueError otherwise.
     """
-    if task.train.lies is not None:
+    if task.train.rank_counts is not None:
         if partition != IID():
             raise ValueError(
                 f"the training data lie with the ranks, and {partition} has nothing to divide: "

@@ -12,7 +12,7 @@ sum over the ranks, bit-identical on all of them. The message has these parts:
 
 The trailer has these fields, for N ranks:
 
-    wish     of rank 0        control flags: stop, or write a checkpoint
+    control_flags     of rank 0        control flags: stop, or write a checkpoint
     loss     of each rank     its share of the round's mean loss
     arrival  of each rank     the time when it sent the message; earlier ranks are idle
     changed  of each buffer   for the b buffers that are not floating-point: whether rank 0 has
@@ -91,11 +91,11 @@ def elements_in_message(
 class RoundSums(NamedTuple):
     """Result of a round, equal on all ranks.
 
-    loss, numbers: sums over the ranks. wish: rank 0's control flags.
+    loss, numbers: sums over the ranks. control_flags: rank 0's control flags.
     """
 
     loss: float
-    wish: int
+    control_flags: int
     numbers: list[float]
 
 
@@ -139,7 +139,7 @@ class RoundSynchronisation:
         self._note_buffers()
         self._compressed = _compressors(compression, replica)
         fields = (
-            summed_field("wish"),
+            summed_field("control_flags"),
             per_rank_field("loss"),
             time_field("arrival"),
             summed_field("changed", len(self.others)),
@@ -183,7 +183,7 @@ class RoundSynchronisation:
         self,
         weight: float,
         loss: float,
-        wish: int,
+        control_flags: int,
         round: int,
         numbers: Sequence[float] = (),
         scale: Callable[[Sequence[float]], float] = lambda heard: 1.0,
@@ -196,7 +196,7 @@ class RoundSynchronisation:
             weight: This rank's weight, by which its body was multiplied; the weights of all ranks
                 sum to 1.
             loss: This rank's share of the round's mean loss.
-            wish: Control flags; rank 0's are used.
+            control_flags: Control flags; rank 0's are used.
             round: Number of the round, from 1.
             numbers: Further numbers to sum.
             scale: Returns a factor for all sums, given the sums of `numbers`; the weights times
@@ -213,7 +213,7 @@ class RoundSynchronisation:
         # only averaged states travel
         states = states_of(self.replica) if self.momentum == "average" else []
         self._fill(weight, states)
-        self._write_tail(loss, wish, numbers)
+        self._write_tail(loss, control_flags, numbers)
         began = time.perf_counter()
         # Without compression there are no compressors, and the bodies are in `message`.
         for body, (compressor, like) in zip(self.bodies, self._compressed, strict=False):
@@ -238,7 +238,9 @@ class RoundSynchronisation:
         rescale([*self.bodies, *self.extras], found)
         self._take([state for state, _ in states])
         self._take_changed(heard["changed"], round)
-        return RoundSums(found * sum(heard["loss"]), int(heard["wish"][0]), heard["numbers"])
+        return RoundSums(
+            found * sum(heard["loss"]), int(heard["control_flags"][0]), heard["numbers"]
+        )
 
     def _fill(self, weight: float, states: Sequence[tuple[Tensor | None, Tensor]]) -> None:
         """Write this rank's share of the buffers and the optimizer's states to the message.
@@ -260,14 +262,14 @@ class RoundSynchronisation:
         for extra, content in zip(self.extras, contents, strict=True):
             torch.mul(content, weight, out=extra)
 
-    def _write_tail(self, loss: float, wish: int, numbers: Sequence[float]) -> None:
+    def _write_tail(self, loss: float, control_flags: int, numbers: Sequence[float]) -> None:
         said: dict[str, Sequence[float]] = {
             "loss": [loss],
             "arrival": [time.perf_counter() - self.started],
             "numbers": numbers,
         }
-        if wish:
-            said["wish"] = [float(wish)]
+        if control_flags:
+            said["control_flags"] = [float(control_flags)]
         if self.group.rank == 0:
             said["changed"] = self._changes()
         told = self.tail.encode(said)

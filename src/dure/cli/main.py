@@ -378,8 +378,8 @@ def _train(given: list[str]) -> int:
             partial(train, task, strategy, world, stop, out=out, **how.of_train()),
             stop,
             # Other ranks of torchrun train as well, and print nothing.
-            quiet=how.json or not world.leads,
-            as_json=how.json and world.leads,
+            quiet=how.json or not world.is_leader,
+            as_json=how.json and world.is_leader,
             folder=out,
         )
 

@@ -97,7 +97,7 @@ def _owner(names: list[str], how: NoRosterOptions) -> None:
 
     path = Path(names[0])
     made = not path.exists()
-    _print_key(Key.kept_in(path).public)
+    _print_key(Key.load_or_create(path).public)
     if made:
         print(f"{path} signs in the owner's name: keep it off the server", file=sys.stderr)
 
@@ -110,7 +110,7 @@ def _sign(names: list[str], how: SignOptions) -> None:
     if not how.key.exists():
         raise ValueError(f"there is no key {how.key}: dure roster owner makes one")
     members = read_members(Path(names[0]))
-    roster = OwnersRoster.signed(how.federation, members, Key.kept_in(how.key), how.days)
+    roster = OwnersRoster.signed(how.federation, members, Key.load_or_create(how.key), how.days)
     write_atomically(how.out, roster.to_json())
     print(how.out)
     print(f"roster {roster}", file=sys.stderr)

@@ -197,7 +197,7 @@ class Group:
         part._places = [self._places[rank] for rank in ranks]
         return part
 
-    def parted(self, parts: Sequence[Sequence[int]]) -> Group:
+    def split_into(self, parts: Sequence[Sequence[int]]) -> Group:
         """Return the part that contains this rank, as a group for transfers and collectives.
 
         All ranks call it together with the same parts, a partition of the ranks. The result uses

@@ -56,15 +56,15 @@ class HostedRun(NamedTuple):
 class Channels(Protocol):
     """Server side of the channels, to clients by number.
 
-    run: name of the run. folder: folder of the server. key: the server's signing key. lasts:
-    timeout in seconds for a client that is silent while the server waits for its frame, or is
-    disconnected.
+    run: name of the run. folder: folder of the server. key: the server's signing key.
+    answer_timeout: timeout in seconds for a client that is silent while the server waits for its
+    frame, or is disconnected.
     """
 
     run: str
     folder: Path
     key: Key
-    lasts: float
+    answer_timeout: float
 
     def next(self, seconds: float) -> Event | None:
         """Return the next event, or None after `seconds` without an event. Raises ServeError."""
@@ -81,7 +81,7 @@ class Channels(Protocol):
     def identity(self, client: int) -> tuple[str, str]:
         """Return (public key, name) of a client that has connected."""
 
-    def turn_away(self, client: int, reason: str) -> None:
+    def reject(self, client: int, reason: str) -> None:
         """End the channel of a client and send the reason."""
 
     def over(self, reason: str) -> None:

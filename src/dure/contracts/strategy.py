@@ -83,7 +83,7 @@ class StepResult(NamedTuple):
     """Mean training loss over the joint batch, or the round's examples; None without examples."""
     samples: int
     """Training examples processed by all workers together."""
-    wish: int = 0
+    control_flags: int = 0
     """Control flags of rank 0 for this step."""
     numbers: Mapping[str, float] | None = None
     """Further numbers about the step, by name, for the history: such as residuals."""
@@ -129,7 +129,7 @@ class Learner(ABC):
     Computed from the present length of rounds, which a strategy may change in the course of a run.
     """
 
-    parted: bool = False
+    rank_state_differs: bool = False
     """Whether ranks have different state, such as separate optimizers: see `part`."""
 
     proofs: Sequence[Proof] = ()
@@ -167,8 +167,8 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def advance(self, wish: int) -> StepResult:
-        """Do a step or round. Rank 0 passes its control flags as `wish`; other ranks pass 0."""
+    def advance(self, control_flags: int) -> StepResult:
+        """Do a step or round. Rank 0 passes its control flags; other ranks pass 0."""
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
@@ -207,7 +207,7 @@ class Learner(ABC):
     def part(self) -> Any:
         """Return the state that only this rank has, as a tree for checkpoints.
 
-        Called if `parted`.
+        Called if `rank_state_differs`.
         """
         return None
 
@@ -268,8 +268,8 @@ class RankContext:
     trace: this process's timeline.
     report: sends an event to the process that displays the run (rank 0 only).
     interrupted: whether the user asked to stop (rank 0 only).
-    wish: returns the control flags in the middle of a long step: STOP, with INTERRUPT or without,
-    or
+    control_flags: returns the control flags in the middle of a long step: STOP, with INTERRUPT or
+    without, or
         0. The driver sets it if it drives this rank alone.
     clock_offset: seconds to add to this machine's clock to get rank 0's clock.
     kind: kind of the world.
@@ -301,7 +301,7 @@ class RankContext:
     trace: Trace = field(default_factory=Trace)
     report: Callable[[dict[str, Any]], None] = lambda event: None
     interrupted: Callable[[], bool] = lambda: False
-    wish: Callable[[], int] = lambda: 0
+    control_flags: Callable[[], int] = lambda: 0
     clock_offset: float = 0.0
     kind: Kind = "ranks"
     devices: tuple[torch.device, ...] = (torch.device("cpu"),)
@@ -340,7 +340,7 @@ class World(CheckedSettings):
     kind: ClassVar[Kind]
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this process writes the run folder and communicates with the user."""
         return True
 

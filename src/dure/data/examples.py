@@ -38,15 +38,15 @@ class Examples:
 
     `draws` is whether reading an example may draw random numbers, as transforms do. If ranks have
     data of their own (`dure.data.rank_examples`), `first` is the index of an example of this rank,
-    `lies` has the number of examples of each rank, and `counted` is whether these numbers are known
-    yet.
+    `rank_counts` has the number of examples of each rank, and `counted` is whether these numbers
+    are known yet.
 
     Raises ValueError if the lengths differ, there is no example, keys are invalid, or the tensors
     are not in the CPU's memory.
     """
 
     first: int = 0
-    lies: tuple[int, ...] | None = None
+    rank_counts: tuple[int, ...] | None = None
     counted: bool = True
     sampling: Sampling = SHUFFLED
     columns: Sequence[str] | None = None

@@ -128,15 +128,15 @@ class RankExamples(Examples):
         self.classes = own.classes
         self.keys = None
         self._arrangements = arrangements
-        self.lies = tuple(one.examples for one in arrangements)
-        self._starts = [0, *accumulate(self.lies)]
+        self.rank_counts = tuple(one.examples for one in arrangements)
+        self._starts = [0, *accumulate(self.rank_counts)]
         self.first = self._starts[rank]
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def parts(self) -> Sequence[Tensor] | None:
-        return list(torch.split(torch.arange(len(self)), list(self.lies or ())))
+        return list(torch.split(torch.arange(len(self)), list(self.rank_counts or ())))
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
         places = indices - self.first
@@ -170,8 +170,8 @@ class RankExamples(Examples):
 
     @cached_property
     def _turns(self) -> Tensor:
-        assert self.lies is not None
-        return interleaved(self.lies)
+        assert self.rank_counts is not None
+        return interleaved(self.rank_counts)
 
     def part(self, indices: Tensor, rank: int, ranks: int) -> Tensor:
         """Return the examples of a joint batch that are on a rank."""
@@ -179,8 +179,10 @@ class RankExamples(Examples):
 
     def parts_of_batches(self, batch_size: int) -> set[int]:
         """Return the sizes of ranks' shares of the batches of an epoch; the same in every epoch."""
-        assert self.lies is not None
-        owners = torch.repeat_interleave(torch.arange(len(self.lies)), torch.tensor(self.lies))
+        assert self.rank_counts is not None
+        owners = torch.repeat_interleave(
+            torch.arange(len(self.rank_counts)), torch.tensor(self.rank_counts)
+        )
         taken = torch.split(owners[self._turns], batch_size)
         counts = {count for some in taken for count in torch.bincount(some, minlength=1).tolist()}
         return counts - {0}

@@ -185,8 +185,8 @@ def build_server(
         examples=protections.example_account_of(
             strategy, carrier.join().sizes, place.network is None
         ),
-        toss=poisson_sampler(secret, carrier.once, strategy.fraction, clients)
-        if pacing.tosses
+        sample_clients=poisson_sampler(secret, carrier.once, strategy.fraction, clients)
+        if pacing.samples_independently
         else None,
     )
     if strategy.privacy.counts_passes:
@@ -388,7 +388,7 @@ def _clients(
     one_more = _models(task, model, seed)
     examples, test = examples_for(task)
     own, held_out = split_held_out(has.parts, strategy.held_out, seed, strategy.held_out_order)
-    still = conditions.arrival.still
+    still = conditions.arrival.is_static
     personal = ClientEvaluator(
         task=task,
         fresh=one_more,

@@ -335,7 +335,7 @@ class Federated(Strategy):
             raise ValueError(
                 f"{self.clients} clients are more than the {examples} training examples"
             )
-        if self.selection.ranks and self.selection.tosses:
+        if self.selection.ranks and self.selection.samples_independently:
             raise ValueError(
                 f"the selection {self.selection} ranks clients by their losses, and each of them "
                 f"has a coin of its own, whatever its loss is: derive it from Uniform or Weighted"
@@ -443,7 +443,7 @@ class Federated(Strategy):
                 f"transfer_budget counts models and updates, and the selection {self.selection} "
                 f"sends models for losses besides: leave one of the two out"
             )
-        if self.privacy.example is not None and not conditions.arrival.still:
+        if self.privacy.example is not None and not conditions.arrival.is_static:
             raise ValueError(
                 f"dp-sgd: with the arrival {conditions.arrival} clients have other examples at "
                 f"other times, and what they tell of them is not counted: leave it out"
@@ -467,7 +467,7 @@ class Federated(Strategy):
             check_objective(conditions.engine)
 
     def _check_frozen(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
-        if conditions.arrival.still:
+        if conditions.arrival.is_static:
             raise ValueError(
                 "freeze_at compares models on data that have just come, and none come here: give "
                 "an arrival, such as arriving:0.1:3600"
@@ -505,7 +505,7 @@ class Federated(Strategy):
         if conditions is not None:
             if task.test is not None and conditions.attack.triggers:
                 names.append("test_backdoor")
-            if not conditions.arrival.still:
+            if not conditions.arrival.is_static:
                 whose.append("newest")
                 whose += ["frozen_newest"] if self.freeze_at is not None else []
         return names + client_metric_names(whose, ["loss", *task.measures])
@@ -574,7 +574,7 @@ def _check_sampled(task: Task, conditions: Conditions) -> None:
     ideal = Conditions()
     for way in sorted(task.train.sampling.asks):
         spoils = {
-            "arrival": not conditions.arrival.still,
+            "arrival": not conditions.arrival.is_static,
             "attack": conditions.attack.poisons,
             "keep_updates": conditions.keep_updates != ideal.keep_updates,
         }

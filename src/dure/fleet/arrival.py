@@ -35,11 +35,11 @@ from dure.settings import listed, read, write
 class Arrival(CheckedSettings):
     """Base class of arrival settings, with a name, a text form, and `present`.
 
-    still: whether all data are always available, so that no query is needed.
+    is_static: whether all data are always available, so that no query is needed.
     """
 
     name: ClassVar[str]
-    still: ClassVar[bool] = False
+    is_static: ClassVar[bool] = False
 
     def present(self, n: int, now: float) -> Tensor:
         """Return the positions of the examples that a client has at time `now` (seconds, >= 0).
@@ -59,7 +59,7 @@ class StaticData(Arrival):
     """All data of every client, all the time."""
 
     name: ClassVar[str] = "still"
-    still: ClassVar[bool] = True
+    is_static: ClassVar[bool] = True
 
     def present(self, n: int, now: float) -> Tensor:
         return torch.arange(n)

@@ -292,7 +292,7 @@ class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.disk is not None and any(map(self._is_large, _tensors(result))):
             result = self._moved(func._schema.name, result, known, self.disk)
         if self._nbytes >= WINDOW:
-            self.let_go()
+            self.release()
         return result
 
     def _moved(self, name: str, result: Any, known: set[int], disk: Disk) -> Any:
@@ -322,7 +322,7 @@ class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._resident[address] = nbytes
             self._nbytes += nbytes
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release all resident mappings."""
         with _lock:
             for address in self._resident:
@@ -384,7 +384,7 @@ def _entered(mapping: _Mapping) -> Iterator[None]:
         with deferred_compiler(), mapping:
             yield
     finally:
-        mapping.let_go()
+        mapping.release()
 
 
 def is_mapped(tensor: Tensor) -> bool:

@@ -297,7 +297,7 @@ class Tables:
             yield
         finally:
             for reader in self._readers:
-                reader.let_go()
+                reader.release()
 
 
 @contextmanager
@@ -350,11 +350,11 @@ class _Reader:
         self._held: SparseRows | None = None
         self._leaf: nn.Parameter | None = None
         self._pulls: Sequence[tuple[KeyRange, Callable[[Tensor], Tensor]]] = ()
-        self.let_go()
+        self.release()
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, always_call=True)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free the memory of the weight; its elements become NaN."""
         nothing = torch.full((), math.nan, dtype=self.table.dtype)
         nothing = nothing.expand(self.table.rows, self.table.dim)

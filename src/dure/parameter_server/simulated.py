@@ -192,7 +192,7 @@ class SimulatedParameterServer(Learner):
 
     # The run
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         """Run a round: `period` batches of every group."""
         self._computed = []
         for scheduler in self.schedulers:
@@ -212,7 +212,7 @@ class SimulatedParameterServer(Learner):
         return StepResult(
             loss=mean_over(total, counted),
             samples=sum(one.examples for one in self._computed),
-            wish=wish,
+            control_flags=control_flags,
             numbers=self._numbers(),
         )
 

@@ -162,7 +162,7 @@ class SimulatedReplicas(Learner):
 
     # The run
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         """Run a round: `period` steps of every replica."""
         self._computed = []
         if self.round == 0:
@@ -176,7 +176,7 @@ class SimulatedReplicas(Learner):
         return StepResult(
             loss=mean_over(total, counted),
             samples=sum(one.examples for one in self._computed),
-            wish=wish,
+            control_flags=control_flags,
             numbers=self._numbers(),
         )
 

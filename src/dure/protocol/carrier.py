@@ -65,7 +65,7 @@ class CoordinatorProtocol(Protocol):
     def check_in(self, client: int, now: float, examples: int | None = None) -> list[Action]:
         """Register an available client with its number of examples, and return actions."""
 
-    def keep_to(self, fewest: int) -> None:
+    def require_clients(self, fewest: int) -> None:
         """Require updates of at least `fewest` clients for every model from now on."""
 
     def leave(self, client: int) -> None:
@@ -199,15 +199,15 @@ class Carrier(Protocol):
         flown: Records of assignments that have ended since the list was last emptied.
         checked: Whether the sender of an update has checked that its numbers are finite, buffers
             excepted. Always False for a network, whose senders are not trusted.
-        lasts: Timeout in seconds of a round or of an assignment for which the pacing sets no
-            deadline; None for no timeout, if clients never disappear silently.
+        answer_timeout: Timeout in seconds of a round or of an assignment for which the pacing sets
+            no deadline; None for no timeout, if clients never disappear silently.
         patient: Whether the server logs unsuccessful attempts and continues, because clients may
             arrive later, rather than raise an error.
         clock_is: Name of `now` in the history: virtual_seconds of a simulation, wall_seconds of a
             network.
     """
 
-    lasts: float | None
+    answer_timeout: float | None
     patient: bool
     clock_is: str
     flown: list[AssignmentRecord]

@@ -82,7 +82,7 @@ class Checkpoints:
         """
         if self.folder is None or position.step == 0:
             return
-        if self.learner.parted and self.group.size > 1:
+        if self.learner.rank_state_differs and self.group.size > 1:
             return
         weights = self.learner.weights().values()
         if all(bool(one.isfinite().all()) for one in weights if one.is_floating_point()):
@@ -92,7 +92,7 @@ class Checkpoints:
     def _save(self, position: Position, workers: list[Counters]) -> None:
         learner = self.learner.state()
         # Collective: every rank sends its part, including ranks that do not write.
-        if self.learner.parted:
+        if self.learner.rank_state_differs:
             shelf = SpillStore(self.job.folder)
             learner = {**learner, "parts": gathered_trees(self.group, self.learner.part(), shelf)}
         state = {
@@ -179,7 +179,7 @@ class Checkpoints:
     def _check_ranks(self, before: int) -> None:
         """Raise RunFolderError if the number of ranks changed and parts cannot be redistributed."""
         now = self.group.size
-        if before != now and self.learner.parted and not self.learner.resizes:
+        if before != now and self.learner.rank_state_differs and not self.learner.resizes:
             raise RunFolderError(
                 f"{self.job.folder} was written by {before} ranks, and {self.job.strategy.name} "
                 f"cannot go on with {now}, for each rank keeps a state of its own: start {before} "

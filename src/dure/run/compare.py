@@ -137,7 +137,7 @@ def compare(
     how = {"evaluate_every": evaluate_every, "check": check}
     planned = _planned(task, entries, stop, range(seed, seed + seeds), how)
     folder = Path(out) if out is not None else None
-    leads = all(one.world.leads for one in planned)
+    is_leader = all(one.world.is_leader for one in planned)
     asked = {
         "task": task.name,
         "seed": seed,
@@ -145,7 +145,7 @@ def compare(
         "stop": msgspec.to_builtins(stop),
         "planned": [one.name for one in planned],
     }
-    if folder is not None and leads:
+    if folder is not None and is_leader:
         _make_folders(folder, asked, planned)
     for one in planned:
         one.world.ready()  # before anything is measured
@@ -163,7 +163,7 @@ def compare(
         )
         if execute_and_record(program, one.told, done) == "interrupt":
             break  # Ctrl-C is meant for the whole comparison
-    if folder is None or not leads:
+    if folder is None or not is_leader:
         return done
     return dataclasses.replace(done, report=write_comparison_files(folder, asked, names, done))
 

@@ -140,11 +140,11 @@ class Driver:
         self.place = place
         self.group = place.group
         self.learner = learner
-        self.leads = place.group.rank == 0
+        self.is_leader = place.group.rank == 0
         # None on all ranks but rank 0, whether or not the run has a folder.
-        self.folder = RunFolder(job.folder) if self.leads and job.folder is not None else None
+        self.folder = RunFolder(job.folder) if self.is_leader and job.folder is not None else None
         self.all_threads = torch.get_num_threads()
-        self.position = Position(lies=list(job.task.train.lies or ()))
+        self.position = Position(lies=list(job.task.train.rank_counts or ()))
         self.history = History()
         self.checkpoints = Checkpoints(job, self.group, learner, self.folder)
         self.proofs = [*job.proofs, *learner.proofs]
@@ -166,7 +166,7 @@ class Driver:
         self._went_past = False
         """Whether training continued after the newest step, within the next step."""
         if self.group.size == 1:
-            place.wish = self._wish_within
+            place.control_flags = self._control_flags_within
 
     def run(self) -> RunOutcome:
         """Run from the start, or the newest checkpoint, to the first limit. Collective."""
@@ -205,7 +205,7 @@ class Driver:
         self.group.step = f"{self.learner.unit} {position.step + 1}"
         self._began = time.perf_counter()
         try:
-            progress = self.learner.advance(self._wish() if self.leads else 0)
+            progress = self.learner.advance(self._control_flags() if self.is_leader else 0)
         except StepInterrupted:
             return "interrupt"
         # Training time only, without evaluations and checkpoints.
@@ -217,39 +217,39 @@ class Driver:
         position.numbers = finite(progress.numbers or {})
         if position.midway:
             self._went_past = True
-            return self._limit(progress.wish)
+            return self._limit(progress.control_flags)
         position.step += 1
         self._record(progress)
         # Before the limits are checked: an evaluation may reach a target.
         if position.step % self.evaluate_every == 0:
             self._evaluate()
-        ended = self._limit(progress.wish)
+        ended = self._limit(progress.control_flags)
         # The end writes a checkpoint anyway, after the last evaluation.
-        if progress.wish & CHECKPOINT and ended is None:
+        if progress.control_flags & CHECKPOINT and ended is None:
             self._checkpoint()
         return ended
 
-    def _wish(self) -> int:
+    def _control_flags(self) -> int:
         """Return rank 0's control flags for all ranks after the next step.
 
         They depend on rank 0's clock and user alone.
         """
-        wish = 0
+        control_flags = 0
         seconds = self.job.stop.seconds
         if self.place.interrupted():
-            wish |= STOP | INTERRUPT
+            control_flags |= STOP | INTERRUPT
         elif self._stopped:
-            wish |= STOP | CALLBACK
+            control_flags |= STOP | CALLBACK
         elif seconds is not None and self.position.seconds >= seconds:
-            wish |= STOP
+            control_flags |= STOP
         if self.job.folder is not None:
             # The flags travel with the next step, and apply after that step.
             following = self.position.step + 1
             due = self.checkpoints.due(following, following % self.evaluate_every == 0)
-            wish |= CHECKPOINT if due else 0
-        return wish
+            control_flags |= CHECKPOINT if due else 0
+        return control_flags
 
-    def _wish_within(self) -> int:
+    def _control_flags_within(self) -> int:
         """Return the control flags within a step, for a run of a single rank."""
         stop = self.job.stop
         if self.place.interrupted():
@@ -269,10 +269,10 @@ class Driver:
         """Current number of steps or rounds between evaluations; rounds may grow."""
         return self.job.evaluate_every or self.learner.units_per_epoch
 
-    def _limit(self, wish: int) -> str | None:
+    def _limit(self, control_flags: int) -> str | None:
         """Return the limit that was reached, else None.
 
-        Only rank 0 sees seconds and interrupts; its flag STOP is in `wish`.
+        Only rank 0 sees seconds and interrupts; its flag STOP is in `control_flags`.
         """
         position = self.position
         stop = self.job.stop
@@ -289,15 +289,15 @@ class Driver:
         )
         reached = reached or self._waited() or self.learner.exhausted()
         if self.group.size == 1:  # nobody else has to be told first
-            wish |= self._wish()
+            control_flags |= self._control_flags()
         # A limit that all ranks know precedes a limit that only rank 0 has seen.
-        if reached is not None or not wish & STOP:
+        if reached is not None or not control_flags & STOP:
             return reached
-        if wish & INTERRUPT:
+        if control_flags & INTERRUPT:
             return "interrupt"
-        if wish & CALLBACK:
+        if control_flags & CALLBACK:
             return "callback"
-        return "transfers" if wish & TRANSFER_BUDGET_SPENT else "seconds"
+        return "transfers" if control_flags & TRANSFER_BUDGET_SPENT else "seconds"
 
     def _waited(self) -> str | None:
         """Return "patience" if the monitored metric has not improved for long enough, else None."""
@@ -334,7 +334,7 @@ class Driver:
         if self.now is not None:
             self.now.write()
         self._tell(record)
-        if self.leads and time.monotonic() - self._reported > self.place.report_seconds:
+        if self.is_leader and time.monotonic() - self._reported > self.place.report_seconds:
             self._report()
 
     def _report(self) -> None:
@@ -403,7 +403,7 @@ class Driver:
             self.folder.append(record)
             # A run that is killed now keeps this evaluation.
             self.folder.flush(patient=True)
-        if self.leads:
+        if self.is_leader:
             self._report()
         if self.monitor is not None:
             self._choose(self.monitor)
@@ -422,12 +422,12 @@ class Driver:
         weights = self.learner.weights()
         if self.folder is not None:
             keep_best(self.folder.path, weights, position.step)
-        elif self.leads and self.job.folder is None:
+        elif self.is_leader and self.job.folder is None:
             self.best = {name: _kept(one) for name, one in weights.items()}
 
     def _tell(self, record: Record) -> None:
         """Report a record to callbacks in the user's process."""
-        if not self.leads or not self.job.told:
+        if not self.is_leader or not self.job.told:
             return
         content = History.encode(record)
         about = {"counts": self.learner.unit, "step": self.position.step, "record": content}

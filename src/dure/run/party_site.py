@@ -43,9 +43,11 @@ def _site(
     run = welcome.run
     folder = None if kept.temporary else kept.folder
     site = _party(task, strategy, welcome, welcome.client, kept, event)
-    box = BoxKey.make() if folder is None else BoxKey.kept_in(folder / split_site.box_of(run))
+    box = (
+        BoxKey.make() if folder is None else BoxKey.load_or_create(folder / split_site.box_of(run))
+    )
     member = box.member(session.key, welcome.client, name or f"client {welcome.client}", run)
-    pinned = PinnedRoster.kept_in(kept.folder, run)
+    pinned = PinnedRoster.load(kept.folder, run)
     hello = Hello(
         examples=len(site.known),
         member=msgspec.json.encode(member),

@@ -148,10 +148,10 @@ def _site(
     secret = key.seed(f"defences of {welcome.run}")
     seen = relabelled(plan.defence, train, secret)
     folder = None if kept.temporary else kept.folder
-    box = BoxKey.make() if folder is None else BoxKey.kept_in(folder / box_of(welcome.run))
+    box = BoxKey.make() if folder is None else BoxKey.load_or_create(folder / box_of(welcome.run))
     known_as = name or f"client {welcome.client}"
     member = box.member(key, welcome.client, known_as, welcome.run)
-    pinned = PinnedRoster.kept_in(kept.folder, welcome.run)
+    pinned = PinnedRoster.load(kept.folder, welcome.run)
     # The number of examples does not depend on the treatment of the last batch, so False will do.
     own = own_part(strategy, welcome, train, part, False)
     batch = min(own.batches.batch_size, len(own.indices))

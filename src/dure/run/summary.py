@@ -82,7 +82,7 @@ def summarise(
         "train_loss": position.loss,
         "numbers": position.numbers,
         "parameters": job.parameters,
-        **({"examples_of_ranks": list(lies)} if (lies := job.task.train.lies) else {}),
+        **({"examples_of_ranks": list(lies)} if (lies := job.task.train.rank_counts) else {}),
         "proofs": [proof._asdict() for proof in (*job.proofs, *learner.proofs)],
         "workers": count,
         **sums,

@@ -159,7 +159,7 @@ def train(
     # Every rank of a torchrun job gets here; rank 0 leads.
     folder = Path(out) if out is not None else None
     elastic = world.starts_again and folder is not None
-    if folder is not None and world.leads:
+    if folder is not None and world.is_leader:
         # An elastic job that torchrun restarts finds its own folder.
         if elastic:
             RunFolder.enter(folder, config, strategy.oldest_checkpoint)
@@ -278,7 +278,7 @@ def resume(
             check=check,
         )
     # Only checks and config.json here: rank 0 locks the folder once it runs.
-    if world.leads:
+    if world.is_leader:
         new_config["run"] = asked.run or new_config["run"]
         # Before the folder is written: another process may resume the run right after.
         _note(path, new_config, task, strategy, world)
@@ -459,7 +459,7 @@ def run_job(job: Job, world: World, on_progress: Progress, callbacks: Sequence[A
 
     Raises the run's errors, and CallbackFailedError after the run if a callback has failed.
     """
-    if not callbacks or not world.leads:
+    if not callbacks or not world.is_leader:
         return _done(job, world, on_progress)
     called = Callbacks(callbacks, on_progress)
     called.begin(job.config)
@@ -492,7 +492,7 @@ def _done(job: Job, world: World, on_progress: Progress) -> Run:
         if job.task.reference is not None:
             files = user_modules_of(job.task.reference["name"])
             program = functools.partial(call_with_modules, files, program)
-    with _kept(job.folder if world.leads else None), bad_values_named(job.task):
+    with _kept(job.folder if world.is_leader else None), bad_values_named(job.task):
         outcome = world.run(program, on_progress)
     warn_of_bad_values(job.task, outcome.summary)
     # The task's factory may be called once more.
@@ -500,7 +500,7 @@ def _done(job: Job, world: World, on_progress: Progress) -> Run:
         elsewhere = outcome.summary.get("weights_elsewhere", ())
         model = job.fresh.trained(outcome.weights, outcome.buffers, elsewhere)
     run = Run(model, outcome.history, outcome.summary, job.folder, outcome.best)
-    if world.leads:
+    if world.is_leader:
         write_answers(run, job.task, job.strategy, world)
     return run
 
@@ -593,7 +593,7 @@ def prepare(
         with made_in_memory():
             model = new_model(task, seed, divided, world.elsewhere)
         check_untrained(model)
-    if task.weights is not None and world.leads:
+    if task.weights is not None and world.is_leader:
         warn_of_drawn(model, task.weights)
     # The checks create optimizers, the first of which would load the compiler for seconds.
     with deferred_compiler(), in_files_like(model):
@@ -639,7 +639,7 @@ def _checked(
     check_fits(task, strategy, world, model)
     check_dtypes(task, model, functools.partial(unused_copy, model, task, seed))
     proofs = _checked_model(task, strategy, world, model, check)
-    if world.leads and len(task.train):
+    if world.is_leader and len(task.train):
         # Points at the user's call of `train`.
         warn_of_ignored_targets(
             task, functools.partial(unused_copy, model, task, seed), stacklevel=5

@@ -49,7 +49,7 @@ class AveragedLearner(Learner):
         # Learners count in units of their own; `units_per_epoch` and `examples` may change.
         self.unit = learner.unit
         self.where = learner.where
-        self.parted = learner.parted
+        self.rank_state_differs = learner.rank_state_differs
         self.proofs = learner.proofs
         self.elsewhere = learner.elsewhere
         self.resizes = learner.resizes
@@ -69,8 +69,8 @@ class AveragedLearner(Learner):
     def flops_per_step(self) -> float:
         return self.learner.flops_per_step()
 
-    def advance(self, wish: int) -> StepResult:
-        progress = self.learner.advance(wish)
+    def advance(self, control_flags: int) -> StepResult:
+        progress = self.learner.advance(control_flags)
         if progress.whole:
             started = time.perf_counter()
             self._take()

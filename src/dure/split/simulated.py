@@ -184,7 +184,7 @@ class SimulatedSplitLearner(Learner):
 
     # The run
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         """Run a round: every available client trains its local epochs."""
         before = generators_state()
         self.account.begin(self.round)
@@ -212,7 +212,7 @@ class SimulatedSplitLearner(Learner):
         return StepResult(
             loss=mean_over(math.fsum(loss * count for loss, count in steps), counted),
             samples=samples,
-            wish=wish,
+            control_flags=control_flags,
             numbers={"virtual_seconds": self.now, **there, **leaks},
         )
 

@@ -85,7 +85,7 @@ def check_pieces(
     Every joint batch is divided over the workers, and each share into at most `pieces`, equal to
     within one. The last batch of an epoch has the remainder.
     """
-    if task.train.lies is not None:
+    if task.train.rank_counts is not None:
         # Ranks with data of their own check this after counting their examples.
         return
     examples = len(task.train)
@@ -136,7 +136,7 @@ def check_own_batches(
             f"batch norm has no statistics of one example: take accumulate=1"
         )
     ranks = workers or 1
-    lies = task.train.lies
+    lies = task.train.rank_counts
     least = len(task.train) // ranks if lies is None else min(lies)
     own = least if batch_size is None else min(least, -(-batch_size // ranks))
     if own < 2 and needs_two(model, examples_for(task)[0], task.train.first):

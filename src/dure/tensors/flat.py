@@ -136,7 +136,7 @@ class FlatParameters:
         for group, views in zip(self._groups, room.views, strict=True):
             _put(group, views)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the memory of the parameters until the next `load`; every element reads as NaN.
 
         Views that a caller took before keep their memory.

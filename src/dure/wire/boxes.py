@@ -93,7 +93,7 @@ class BoxKey:
         return cls(X25519PrivateKey.generate())
 
     @classmethod
-    def kept_in(cls, path: Path) -> BoxKey:
+    def load_or_create(cls, path: Path) -> BoxKey:
         """Load the key from a file that only its owner may read; create the file if it is missing.
 
         Raises ValueError for a file that is not such a key or that others may read, and

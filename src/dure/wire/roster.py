@@ -180,7 +180,7 @@ class PinnedRoster:
         """Pinned roster; None before the first roster."""
 
     @classmethod
-    def kept_in(cls, folder: Path, run: str) -> PinnedRoster:
+    def load(cls, folder: Path, run: str) -> PinnedRoster:
         """Load the pinned roster of a run from the file `roster-RUN.json` in a folder.
 
         Raises RosterError for a damaged file.

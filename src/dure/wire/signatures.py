@@ -118,7 +118,7 @@ class Key:
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
-    def kept_in(cls, path: Path) -> Key:
+    def load_or_create(cls, path: Path) -> Key:
         """Load the key from a file that only its owner may read; create the file if it is missing.
 
         Raises ValueError for a file that is not such a key or that others may read, and

@@ -169,7 +169,7 @@ class FederationSimulation:
         self.seed = seed
         self.checked = clients.checked
         # The simulation knows which clients are away, and when they return, if ever.
-        self.lasts: float | None = None
+        self.answer_timeout: float | None = None
         self.patient = False
         self.clock_is = "virtual_seconds"
         self.now = 0.0

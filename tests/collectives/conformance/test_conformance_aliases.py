@@ -153,7 +153,7 @@ def test_a_rank_that_there_is_not_is_refused_before_anything_travels(ranks: Rank
             lambda wrong=wrong: ours.begin_transfer("a message", [(x, wrong)], []),
             lambda wrong=wrong: ours.broadcast_values([x], root=wrong),
             lambda wrong=wrong: ours.among([ours.rank, wrong]),
-            lambda wrong=wrong: ours.parted([[*range(size - 1)], [wrong]]),
+            lambda wrong=wrong: ours.split_into([[*range(size - 1)], [wrong]]),
             lambda wrong=wrong: ours.global_rank(wrong),
             lambda wrong=wrong: collectives.broadcast(x, group, wrong),
             lambda wrong=wrong: collectives.reduce(x, group, wrong),

@@ -23,10 +23,14 @@ from small import small_task
 def coordinator(*chosen: Sequence[int], deadline: float = math.inf, clients: int = 6):  # type: ignore[no-untyped-def]
     """A coordinator whose rounds have these clients; more rounds have nobody."""
 
-    def toss(number: int) -> Sequence[int]:
+    def sample_clients(number: int) -> Sequence[int]:
         return chosen[number] if number < len(chosen) else []
 
-    return server(clients, SynchronousPacing(0.5, PerClientPoisson(deadline=deadline)), toss=toss)
+    return server(
+        clients,
+        SynchronousPacing(0.5, PerClientPoisson(deadline=deadline)),
+        sample_clients=sample_clients,
+    )
 
 
 def test_those_are_asked_whose_coins_say_so_and_no_others() -> None:
@@ -93,11 +97,11 @@ def test_a_round_whose_clients_are_all_away_lasts_a_while() -> None:
 def test_where_nobody_is_there_no_coin_is_tossed() -> None:
     tossed = []
 
-    def toss(number: int) -> list[int]:
+    def sample_clients(number: int) -> list[int]:
         tossed.append(number)
         return [0, 1]
 
-    one = server(3, SynchronousPacing(0.5, PerClientPoisson()), toss=toss)
+    one = server(3, SynchronousPacing(0.5, PerClientPoisson()), sample_clients=sample_clients)
     one.arrive(2)
     one.leave(2)
     assert one.tick(0.0) == []
@@ -133,9 +137,9 @@ def test_each_coin_falls_with_its_probability_and_is_tossed_once() -> None:
     def once(what: str, make):  # type: ignore[no-untyped-def]
         return made.setdefault(what, make())
 
-    toss = poisson_sampler(Secret.system(), once, rate, clients)
-    drawn = [toss(number) for number in range(rounds)]
-    assert [toss(number) for number in range(rounds)] == drawn
+    sample_clients = poisson_sampler(Secret.system(), once, rate, clients)
+    drawn = [sample_clients(number) for number in range(rounds)]
+    assert [sample_clients(number) for number in range(rounds)] == drawn
     counts = torch.tensor([len(chosen) for chosen in drawn], dtype=torch.float64)
     deviation = math.sqrt(clients * rate * (1 - rate))
     # Six deviations of the mean: by chance once in 10^9.

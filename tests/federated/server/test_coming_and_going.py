@@ -136,7 +136,7 @@ def test_who_has_come_back_need_not_check_in_to_be_asked_again(says: str) -> Non
 
 
 def test_without_rounds_a_ticket_has_a_deadline_of_its_own_after_which_it_is_late() -> None:
-    one = server(5, BufferedPacing(2, 4), lasts=30.0)
+    one = server(5, BufferedPacing(2, 4), answer_timeout=30.0)
     first, _ = assigned(one.tick(5.0))
     assert first.deadline == 35.0
     (instead,) = assigned(one.expired(first.ticket, 35.0))
@@ -149,7 +149,7 @@ def test_without_rounds_a_ticket_has_a_deadline_of_its_own_after_which_it_is_lat
 
 
 def test_a_missing_ticket_that_expires_leaves_no_second_place() -> None:
-    one = server(5, BufferedPacing(2, 4), lasts=30.0)
+    one = server(5, BufferedPacing(2, 4), answer_timeout=30.0)
     first, _ = assigned(one.tick(0.0))
     assert len(assigned(one.missing(first.ticket, 1.0))) == 1
     assert one.expired(first.ticket, 30.0) == []
@@ -157,7 +157,7 @@ def test_a_missing_ticket_that_expires_leaves_no_second_place() -> None:
 
 def test_without_rounds_a_client_that_never_comes_back_does_not_keep_the_others_from_work() -> None:
     """The only one at work answers, and the missing one does not count as being at work."""
-    one = server(3, BufferedPacing(1, 12), StalenessDiscount(), lasts=1e6)
+    one = server(3, BufferedPacing(1, 12), StalenessDiscount(), answer_timeout=1e6)
     (first,) = assigned(one.tick(0.0))
     (current,) = assigned(one.missing(first.ticket, 0.0))
     for _ in range(11):
@@ -177,9 +177,11 @@ def test_without_rounds_a_client_that_never_comes_back_does_not_keep_the_others_
 def test_a_deadline_of_the_deployment_holds_where_the_pacing_has_none(
     pacing: Pacing, ends: float
 ) -> None:
-    assert {a.deadline for a in assigned(server(4, pacing, lasts=45.0).tick(0.0))} == {ends}
+    assert {a.deadline for a in assigned(server(4, pacing, answer_timeout=45.0).tick(0.0))} == {
+        ends
+    }
     with pytest.raises(ValueError, match="more than 0 seconds"):
-        server(4, pacing, lasts=0.0)
+        server(4, pacing, answer_timeout=0.0)
 
 
 def test_nobody_is_asked_before_the_first_tick_where_clients_only_arrive() -> None:
@@ -347,7 +349,7 @@ def plain(actions: list[Any]) -> list[Any]:
 
 
 def twin(one: Coordinator, pacing: Pacing) -> Coordinator:
-    again = server(CLIENTS, pacing, lasts=20.0, patient=True)
+    again = server(CLIENTS, pacing, answer_timeout=20.0, patient=True)
     again.restore(tree_from_bytes(tree_to_bytes(one.state())))
     return again
 
@@ -361,7 +363,7 @@ def twin(one: Coordinator, pacing: Pacing) -> Coordinator:
 def test_in_whatever_order_clients_come_and_go(
     pacing: Pacing, events: list[tuple[str, int]], known: bool
 ) -> None:
-    one, now = server(CLIENTS, pacing, lasts=20.0, patient=True), 0.0
+    one, now = server(CLIENTS, pacing, answer_timeout=20.0, patient=True), 0.0
     one.present = set() if known else None
     comebacks, most_tickets = set[int](), 0
     for kind, number in events:

@@ -101,14 +101,14 @@ PACINGS: list[Pacing] = [
 def test_no_model_is_made_of_fewer_clients(
     pacing: Pacing, fewest: int, draws: random.Random
 ) -> None:
-    one = server(6, pacing, lasts=60.0)
+    one = server(6, pacing, answer_timeout=60.0)
     one.present = set()
     driver = Driver(one, draws)
     for number in range(120):
         if number == 30:
-            one.keep_to(fewest)
+            one.require_clients(fewest)
         if number == 70:
-            again = server(6, pacing, lasts=60.0)
+            again = server(6, pacing, answer_timeout=60.0)
             again.restore(tree_from_bytes(tree_to_bytes(one.state())))
             assert again.fewest == fewest
             driver.one = one = again
@@ -121,7 +121,7 @@ def test_no_model_is_made_of_fewer_clients(
 @example(SynchronousPacing())
 def test_a_run_of_enough_clients_goes_on(pacing: Pacing) -> None:
     one = server(6, pacing)
-    one.keep_to(3)
+    one.require_clients(3)
     driver = Driver(one, random.Random(0))
     driver.draws.random = lambda: 1.0  # type: ignore[method-assign]
     for client in range(6):
@@ -140,7 +140,7 @@ def test_a_run_of_enough_clients_goes_on(pacing: Pacing) -> None:
 def test_a_round_does_not_begin_with_fewer_and_says_so_once() -> None:
     told: list[str] = []
     one = server(3, SynchronousPacing(), patient=True, tell=told.append)
-    one.keep_to(2)
+    one.require_clients(2)
     assert one.check_in(0, 0.0) == []
     assert one.tick(100.0) == []
     assert len(assigned(one.check_in(1, 101.0))) == 2
@@ -151,7 +151,7 @@ def test_a_round_does_not_begin_with_fewer_and_says_so_once() -> None:
 
 def test_a_round_that_has_fewer_at_its_deadline_begins_again() -> None:
     one = server(3, SynchronousPacing(1.0, Uniform(deadline=60.0)), patient=True)
-    one.keep_to(2)
+    one.require_clients(2)
     for client in range(3):
         one.arrive(client)
     first, *_ = assigned(one.tick(0.0))
@@ -163,7 +163,7 @@ def test_a_round_that_has_fewer_at_its_deadline_begins_again() -> None:
 
 def test_what_is_left_after_refusals_is_counted() -> None:
     one = server(3, SynchronousPacing())
-    one.keep_to(2)
+    one.require_clients(2)
     asked = assigned(one.tick(0.0))
     [combine] = [action for one_ in asked for action in one.update(one_.ticket, 1.0)]
     before = model_of(one).clone()
@@ -181,7 +181,7 @@ def test_what_is_left_after_refusals_is_counted() -> None:
 
 def test_one_client_is_no_two_clients_however_often_it_answers() -> None:
     one = server(3, BufferedPacing(3, 3))
-    one.keep_to(2)
+    one.require_clients(2)
     one.arrive(0)
     work = assigned(one.tick(0.0))
     tickets = []
@@ -243,7 +243,7 @@ def test_a_client_that_asks_for_what_can_be_is_taken(
 def test_a_round_waits_for_others_in_place_of_those_that_are_excluded() -> None:
     told: list[str] = []
     one = server(6, SynchronousPacing(), patient=True, tell=told.append)
-    one.keep_to(3)
+    one.require_clients(3)
     for client in range(4):
         one.arrive(client)
     one.exclude(0, "it spoils sums")

@@ -88,7 +88,7 @@ def test_every_message_that_left_has_its_line_and_every_line_its_message(
     found: set[str] = set()
     for number in range(count):
         site = tmp_path / f"site-{number}"
-        key = Key.kept_in(site / KEY).public
+        key = Key.load_or_create(site / KEY).public
         log = site / "audit.jsonl"
         own = check_log(log, [message for message in seen if message.client == key])
         assert verify(log).lines == len(own)

@@ -141,8 +141,8 @@ def test_with_a_roster_of_the_owner_clients_sign_and_a_stranger_takes_no_part(
     for number in range(3):
         state = tmp_path / f"site-{number}"
         state.mkdir(mode=0o700)
-        keys.append(Key.kept_in(state / "key.pem"))
-    owner = Key.kept_in(tmp_path / "owner.pem")
+        keys.append(Key.load_or_create(state / "key.pem"))
+    owner = Key.load_or_create(tmp_path / "owner.pem")
     members = [Listed(number, f"site {number}", key.public) for number, key in enumerate(keys)]
     roster = tmp_path / "roster.json"
     roster.write_bytes(OwnersRoster.signed("a study", members, owner).to_json())

@@ -72,7 +72,7 @@ class Aggregator(CheckedSettings):
         # Group sizes do not depend on the turn, so any turn will do.
         return updates if parted is None else min(map(len, parted[0](updates, RoundSeed(0, 0))))
 
-    def handed_on(self, updates: int) -> int:
+    def least_contributors(self, updates: int) -> int:
         """Return the least number of updates that the result of `updates` updates is a mixture of.
 
         The number is below `updates` for a rule that selects whole updates of some clients. The

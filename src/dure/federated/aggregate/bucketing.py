@@ -56,11 +56,11 @@ class Bucketing(Collects):
         order = torch.randperm(updates, generator=turn.generator("buckets"))
         return [bucket.tolist() for bucket in torch.split(order, self.s)]
 
-    def handed_on(self, updates: int) -> int:
+    def least_contributors(self, updates: int) -> int:
         # The updates of the smallest bucket, and of as many other buckets as the inner rule
         # selects.
         buckets = -(-updates // self.s)
-        chosen = self.inner.handed_on(buckets)
+        chosen = self.inner.least_contributors(buckets)
         return min(updates, updates - (buckets - 1) * self.s + (chosen - 1) * self.s)
 
     def of_groups(self) -> tuple[Groups, Aggregator]:

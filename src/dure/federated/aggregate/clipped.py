@@ -97,8 +97,8 @@ class ClippedRows(Collects):
     def check(self, updates: int) -> None:
         self.inner.check(updates)
 
-    def handed_on(self, updates: int) -> int:
-        return self.inner.handed_on(updates)
+    def least_contributors(self, updates: int) -> int:
+        return self.inner.least_contributors(updates)
 
     def combine_finite(
         self, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None

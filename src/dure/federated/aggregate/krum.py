@@ -51,7 +51,7 @@ class Krum(Collects):
                 f"{self} needs at least {least} updates a round (2f + 3 and f + m), not {updates}"
             )
 
-    def handed_on(self, updates: int) -> int:
+    def least_contributors(self, updates: int) -> int:
         return min(self.m, updates)
 
     def combine_finite(

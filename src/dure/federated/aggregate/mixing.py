@@ -51,7 +51,7 @@ class Mixing(Collects):
             )
         self.inner.check(updates)
 
-    def handed_on(self, updates: int) -> int:
+    def least_contributors(self, updates: int) -> int:
         # Each input of the inner rule is a mean of this many updates.
         return updates - self.f
 

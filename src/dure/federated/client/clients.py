@@ -346,7 +346,7 @@ class FederatedClients:
         for ticket in settled.dropped:
             self._pending.pop(ticket, None)
         if self.holding is not None:
-            self.holding.let_go([*settled.kept, *settled.dropped])
+            self.holding.discard([*settled.kept, *settled.dropped])
 
     def measure(self, measure: EvaluationRequest) -> EvaluationResults:
         """Return measurements of the global and the personalised models on data outside training.

@@ -107,7 +107,7 @@ class PendingUpdates:
         held = self._held.get(ticket)
         return held is not None and held.update is None
 
-    def let_go(self, tickets: Iterable[int]) -> None:
+    def discard(self, tickets: Iterable[int]) -> None:
         """Discard updates whose outcome is known."""
         for ticket in tickets:
             held = self._held.pop(ticket, None)

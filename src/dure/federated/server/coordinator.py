@@ -27,14 +27,14 @@ deadline is over, and `failed` for an assignment whose client restarts from scra
 no other assignment until its assignment was answered or has failed, even if that assignment is not
 open any more.
 
-With independent sampling of each client (`Selection.tosses`), a client that does not answer is not
-replaced, and a round waits for all clients that were asked. So a client's presence in a round
-depends only on its own sampling and on the client itself.
+With independent sampling of each client (`Selection.samples_independently`), a client that does not
+answer is not replaced, and a round waits for all clients that were asked. So a client's presence in
+a round depends only on its own sampling and on the client itself.
 
 No model is made of updates of fewer than `fewest` clients, a bound that a driver raises as clients
-require it (`keep_to`): no round starts with fewer available clients, a round with fewer answers at
-its deadline restarts, and the number is checked once more after refusals, before the updates are
-combined (`dure.federated.server.smallest_cohort`).
+require it (`require_clients`): no round starts with fewer available clients, a round with fewer
+answers at its deadline restarts, and the number is checked once more after refusals, before the
+updates are combined (`dure.federated.server.smallest_cohort`).
 
 The pacing decides which clients are asked and when updates are combined
 (`dure.federated.server.pacing`). A coordinator restored from a `state` of any moment continues with
@@ -115,13 +115,13 @@ class Coordinator:
         sizes: examples of each client, as far as the server knows them.
         seed: of the run.
         most_counted: largest weight of an example in the loss.
-        lasts: timeout of a round in seconds, if the pacing names no deadline, or of an assignment
-            without rounds; None for no timeout.
+        answer_timeout: timeout of a round in seconds, if the pacing names no deadline, or of an
+            assignment without rounds; None for no timeout.
         patient: whether the coordinator warns instead of failing.
         tell: called with a warning of a patient coordinator, after 10, 100, ... unsuccessful
             attempts and after every `MOST_EMPTY_MODELS` models without accepted updates.
-        toss: returns the sampled clients of a round, given its number; called once per round if the
-            pacing samples clients independently.
+        sample_clients: returns the sampled clients of a round, given its number; called once per
+            round if the pacing samples clients independently.
         losses: known losses of clients, for a pacing that ranks clients by loss.
         present: clients that have checked in; None if all clients count as reachable.
         wake: time of the next call of `tick`.
@@ -133,7 +133,7 @@ class Coordinator:
         fewest: fewest clients of a new model.
 
     Raises:
-        ValueError: `lasts` is not positive, or the pacing needs `toss`.
+        ValueError: `answer_timeout` is not positive, or the pacing needs `sample_clients`.
     """
 
     model: GlobalModel
@@ -142,10 +142,10 @@ class Coordinator:
     sizes: Sequence[int]
     seed: int
     most_counted: float = math.inf
-    lasts: float | None = None
+    answer_timeout: float | None = None
     patient: bool = False
     tell: Callable[[str], None] = lambda sentence: None
-    toss: Callable[[int], Sequence[int]] | None = None
+    sample_clients: Callable[[int], Sequence[int]] | None = None
     losses: KnownLosses = field(default_factory=KnownLosses)
     present: set[int] | None = None
     wake: float = math.inf
@@ -187,9 +187,10 @@ class Coordinator:
     """Whether the warning about too few clients for a round was given."""
 
     def __post_init__(self) -> None:
-        if self.lasts is not None and not self.lasts > 0:
+        if self.answer_timeout is not None and not self.answer_timeout > 0:
             raise ValueError(
-                f"lasts is {self.lasts}, but a client needs more than 0 seconds to answer"
+                f"answer_timeout is {self.answer_timeout}, but a client needs more than 0 seconds "
+                "to answer"
             )
         self.updates = UpdateCombiner(
             self.model, self.algorithm, self.sizes, self.seed, self.most_counted
@@ -198,11 +199,11 @@ class Coordinator:
         self.synchronous = pacing.synchronous
         self.oldest = pacing.oldest
         self._varies = pacing.varies
-        if pacing.tosses and self.toss is None:
+        if pacing.samples_independently and self.sample_clients is None:
             raise ValueError("this pacing needs somebody who tosses coins")
-        self._lasts = pacing.deadline
-        if math.isinf(self._lasts) and self.lasts is not None:
-            self._lasts = self.lasts
+        self._answer_timeout = pacing.deadline
+        if math.isinf(self._answer_timeout) and self.answer_timeout is not None:
+            self._answer_timeout = self.answer_timeout
         self._draw = pacing.order
         self._count()
 
@@ -256,7 +257,7 @@ class Coordinator:
         if self.synchronous:  # newly available clients come in the round's order again
             self._position = 0
 
-    def keep_to(self, fewest: int) -> None:
+    def require_clients(self, fewest: int) -> None:
         """Make no model of fewer clients from now on; applies to updates that wait already too."""
         self.fewest = self.updates.fewest = fewest
         self._count()
@@ -411,7 +412,7 @@ class Coordinator:
             if self._waits_for_more(now):
                 return []
             # Without available clients sampling is wasted. A driver announces new clients at once.
-            if self.pacing.tosses and self.present is not None and not self.present:
+            if self.pacing.samples_independently and self.present is not None and not self.present:
                 self.wake = now + RETRY
                 return []
             self._begin(now)
@@ -537,11 +538,11 @@ class Coordinator:
         self._probes = 0
         self._order = None
         if self.synchronous:
-            self.deadline = now + self._lasts
+            self.deadline = now + self._answer_timeout
             self.wake = self.deadline
-            if self.pacing.tosses:
-                assert self.toss is not None
-                self._chosen = list(self.toss(self.model.number))
+            if self.pacing.samples_independently:
+                assert self.sample_clients is not None
+                self._chosen = list(self.sample_clients(self.model.number))
                 self._nobody_until = now + RETRY if self._chosen else now
         elif self.oldest is not None and not self._past:
             self._past = [(self.model.weights, self.model.buffers)]
@@ -550,7 +551,7 @@ class Coordinator:
         """Ask as many clients as the pacing wants at work."""
         if not self.began or self.updates.tickets:
             return []
-        if self.pacing.tosses:
+        if self.pacing.samples_independently:
             return self._ask_chosen(now)
         # In a round `_asked` counts all asked clients that did not fail: answered clients keep
         # their place.
@@ -667,7 +668,7 @@ class Coordinator:
 
     def _ends(self, now: float) -> float | None:
         """Return the deadline of an answer to a request of now: of its round, or by the timeout."""
-        ends = self.deadline if self.synchronous else now + self._lasts
+        ends = self.deadline if self.synchronous else now + self._answer_timeout
         return ends if math.isfinite(ends) else None
 
     def assignment(self, ticket: int) -> Assignment:
@@ -696,7 +697,7 @@ class Coordinator:
         """
         if not self.began or self.updates.tickets:
             return []
-        if self.pacing.tosses:
+        if self.pacing.samples_independently:
             return self._combine_chosen(now)
         reported = self._reports
         needed = self.needs

@@ -50,7 +50,7 @@ class Pacing:
         return False
 
     @property
-    def tosses(self) -> bool:
+    def samples_independently(self) -> bool:
         """Whether each client is sampled independently; `asked` and `needed` then have no effect.
 
         A round ends when all asked clients have answered or failed, or at its deadline.
@@ -128,8 +128,8 @@ class SynchronousPacing(Pacing):
         return self.selection.varies
 
     @property
-    def tosses(self) -> bool:
-        return self.selection.tosses
+    def samples_independently(self) -> bool:
+        return self.selection.samples_independently
 
     @property
     def deadline(self) -> float:

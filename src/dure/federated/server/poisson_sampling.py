@@ -23,7 +23,7 @@ PoissonSampler = Callable[[int], list[int]]
 def poisson_sampler(secret: Secret, once: CarrierOnce, rate: float, clients: int) -> PoissonSampler:
     """Return the sampler of a run. rate: q; clients: K."""
 
-    def toss(number: int) -> list[int]:
+    def sample_clients(number: int) -> list[int]:
         def make() -> dict[str, Any]:
             fell = bernoulli_samples(secret.key("coins", number), rate, clients)
             return {"clients": fell.nonzero().flatten().tolist()}
@@ -31,4 +31,4 @@ def poisson_sampler(secret: Secret, once: CarrierOnce, rate: float, clients: int
         chosen: list[int] = once(f"coins {number}", make)["clients"]
         return chosen
 
-    return toss
+    return sample_clients

@@ -71,7 +71,7 @@ class Selection(CheckedSettings):
     name: ClassVar[str]
     varies: ClassVar[bool] = False
     """Whether rounds differ in their number of wanted answers."""
-    tosses: ClassVar[bool] = False
+    samples_independently: ClassVar[bool] = False
     """Whether each client is sampled independently, and absent clients are not replaced."""
     asks: ClassVar[bool] = False
     """Whether `ranked` asks clients for their losses, by `ClientLosses.now`."""
@@ -193,7 +193,7 @@ class PerClientPoisson(Selection):
     """
 
     name: ClassVar[str] = "coins"
-    tosses: ClassVar[bool] = True
+    samples_independently: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -96,7 +96,7 @@ class FederatedServer(Learner):
         secure: secure aggregation; None if clients send their updates.
         private: user-level differential privacy; None without it.
         examples: privacy account of the clients' examples; None without dp-sgd.
-        toss: samples the clients of a round, if the pacing samples them independently.
+        sample_clients: samples the clients of a round, if the pacing samples them independently.
     """
 
     unit = "round"
@@ -126,7 +126,7 @@ class FederatedServer(Learner):
         secure: SecureSummation | None = None,
         private: PrivateAggregation | None = None,
         examples: ExamplePrivacyAccount | None = None,
-        toss: PoissonSampler | None = None,
+        sample_clients: PoissonSampler | None = None,
     ) -> None:
         self.task = task
         self.model = model
@@ -168,10 +168,12 @@ class FederatedServer(Learner):
             sizes=sizes,
             seed=seed,
             most_counted=most_counted(task.loss, task.train),
-            lasts=carrier.lasts,
+            answer_timeout=carrier.answer_timeout,
             patient=carrier.patient,
             tell=warn,
-            toss=None if toss is None else self._tossing(toss),
+            sample_clients=None
+            if sample_clients is None
+            else self._recorded_sampler(sample_clients),
             losses=KnownLosses(self._ask_losses if pacing.asks else None),
         )
         self.units_per_epoch = pacing.models_per_epoch(len(sizes))
@@ -195,11 +197,11 @@ class FederatedServer(Learner):
         """Weights and buffers of the model of round `freeze_at`, once it exists."""
         self._freeze()
 
-    def _tossing(self, toss: PoissonSampler) -> PoissonSampler:
-        """Return `toss` with a notice to differential privacy before any client is asked."""
+    def _recorded_sampler(self, sample_clients: PoissonSampler) -> PoissonSampler:
+        """Return the sampler with a notice to differential privacy before any client is asked."""
 
         def tossed(number: int) -> list[int]:
-            chosen = toss(number)
+            chosen = sample_clients(number)
             if self.private is not None:
                 self.private.asks(number, chosen)
             return chosen
@@ -223,12 +225,12 @@ class FederatedServer(Learner):
 
     # The next model
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         """Make a new global model: assignments out, local training, updates back, aggregation."""
         coordinator = self.coordinator
         number = coordinator.model.number
         # The run's model is not read before the next evaluation or checkpoint.
-        self.flat.let_go()
+        self.flat.release()
         # A step replaces the weights and does not change them, so this stays the model before.
         before = coordinator.model.weights
         started = time.perf_counter()
@@ -264,8 +266,8 @@ class FederatedServer(Learner):
         if self.secure is not None:
             self._check_able(self.secure.fewest)
         if self._is_spent():
-            wish |= STOP | TRANSFER_BUDGET_SPENT
-        return StepResult(result.loss, result.samples, wish, self._numbers(flown, result))
+            control_flags |= STOP | TRANSFER_BUDGET_SPENT
+        return StepResult(result.loss, result.samples, control_flags, self._numbers(flown, result))
 
     def _take_part(self, number: int, result: RoundResult) -> None:
         """Count the clients in a model, and warn of clients that have left."""

@@ -8,7 +8,8 @@ and restarts at its deadline. `why_not` decides whether a run can ever have F cl
 requires more is rejected, so that it cannot block the others.
 
 A rule such as Krum takes all updates and selects a few: the selected updates then count as the
-cohort (`Aggregator.handed_on`). Under secure aggregation each sum has at least `minimum` clients.
+cohort (`Aggregator.least_contributors`). Under secure aggregation each sum has at least `minimum`
+clients.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def why_not(
     if sums is not None:
         # The protocol guarantees the minimum in every sum.
         return f"a secure sum of the run may have {sums}" if sums < asked else None
-    if pacing.tosses:
+    if pacing.samples_independently:
         return (
             "each client's own coin says whether it is in a round, which may so have one client, "
             "and what differential privacy counts on does not allow to wait for others"
@@ -48,7 +49,7 @@ def why_not(
     if pacing.most(clients) < asked:
         what = "a round of the run has" if pacing.synchronous else "the run makes a model of every"
         return f"{what} {pacing.most(clients)}"
-    handed_on = rule.handed_on(max(asked, pacing.updates(clients)))
-    if handed_on < asked:
-        return f"the rule {rule} makes a model of the updates of {handed_on}"
+    least_contributors = rule.least_contributors(max(asked, pacing.updates(clients)))
+    if least_contributors < asked:
+        return f"the rule {rule} makes a model of the updates of {least_contributors}"
     return None

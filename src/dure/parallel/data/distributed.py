@@ -204,7 +204,7 @@ class DistributedDataParallel(nn.Module):
         if self.reducer.how.static:
             changed = self._changed_in_the_first_step()
         else:
-            heard = self.reducer.heard
+            heard = self.reducer.trailer_sums
             self._out = [bool(number) for number in heard["out"]]
             changed = [bool(number) for number in heard["changed"]]
         # Ranks without data add zeros. In the last step no rank has data, and nothing changes.

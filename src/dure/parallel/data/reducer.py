@@ -70,7 +70,8 @@ class ReducerOwner(Protocol):
 class Reducer:
     """Sums of the gradients of `parameters` over a group; all ranks create it together.
 
-    heard: sums of the trailer's fields in the last pass. transfers: all-reduces of the last pass.
+    trailer_sums: sums of the trailer's fields in the last pass. transfers: all-reduces of the last
+        pass.
     computed: end of its backward, in seconds of `time.perf_counter`. missing: by index, the zeros
     that this rank sent for missing gradients.
     """
@@ -91,7 +92,7 @@ class Reducer:
         self.active = False
         self.next = 0
         self.computed = 0.0
-        self.heard: dict[str, list[float]] = {}
+        self.trailer_sums: dict[str, list[float]] = {}
         self.missing: dict[int, Tensor] = {}
         self.transfers: list[AllReduceTransfer] = []
         # counters of this reducer alone: the meter counts all operations of its group
@@ -346,11 +347,11 @@ class Reducer:
 
     def _arrived(self, messages: BucketMessages) -> None:
         """Decode the trailer, and set gradients of parameters that only other ranks have used."""
-        self.heard = self.tail.decode(messages.tail.tolist())
+        self.trailer_sums = self.tail.decode(messages.tail.tolist())
         # A gradient that no rank has used stays None, so that the optimizer skips the parameter. A
         # compressor may send residuals of earlier steps, though no rank has used the parameter in
         # this step.
-        used = self.heard.get("used", self._used)
+        used = self.trailer_sums.get("used", self._used)
         for index, gradient in self.missing.items():
             if used is None or used[index] or (self.how.compresses and bool(gradient.any())):
                 self.parameters[index].grad = gradient

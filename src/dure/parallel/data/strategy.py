@@ -9,7 +9,7 @@ The d gradients travel in buckets during backward (`dure.parallel.data.reducer`)
 all-reduce. The last bucket carries a trailer (`dure.collectives.trailer`), so that a step has no
 other message. The trailer has the numbers that all ranks have to agree on:
 
-    wish      of rank 0           control flags: stop, or write a checkpoint
+    control_flags      of rank 0           control flags: stop, or write a checkpoint
     loss      of each rank        its share of the mean loss
     count     of all ranks        the loss's denominator, if the loss only returns it when computed
     arrival   of each rank        the time when it sent the last message; earlier ranks are idle
@@ -239,7 +239,7 @@ class DataParallel(Strategy):
         )
 
     def _check_private(self, task: Task) -> None:
-        if task.train.lies is not None:
+        if task.train.rank_counts is not None:
             raise ValueError(
                 "dp-sgd: ranks that have data of their own do not know of how many examples each "
                 "batch is drawn before the run begins: give examples to all of them"
@@ -358,26 +358,26 @@ class DataParallelLearner(SingleLearner):
         self.strategy = strategy
         check_rank_pieces(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
         share_weights(self.model, self.group)
-        self.speaking = buffer_sync_of(self.model)
+        self.buffer_sync = buffer_sync_of(self.model)
         how = strategy.how(seed)
         self.reducer = Reducer(list(self.model.parameters()), self.group, how, self)
         self.alike = ReplicaCheck(self.model.named_parameters(), self.group)
         # Compressors have residuals, which differ between ranks: a checkpoint then has a part for
         # each rank.
-        self.parted = how.compresses
+        self.rank_state_differs = how.compresses
         self.started = common_start(self.group, place.clock_offset)
         self._loss = 0.0
         self._counted = 0.0
         self._asked = 0
 
-    def gradients(self, indices: Tensor, wish: int) -> StepResult:
+    def gradients(self, indices: Tensor, control_flags: int) -> StepResult:
         """Compute the joint batch's gradient and store it in the parameters, equal on all ranks.
 
         Raises LossNotFiniteError, on all ranks, if the loss of any rank is not finite.
         """
         self._loss = 0.0
         self._counted = 0.0
-        self._asked = wish
+        self._asked = control_flags
         self.optimizer.zero_grad(set_to_none=True)
         # In a small batch some ranks have no examples.
         part = self.train_examples.part(indices, self.group.rank, self.group.size)
@@ -391,7 +391,7 @@ class DataParallelLearner(SingleLearner):
         else:
             # The other ranks wait for equally many messages from this rank.
             self.reducer.take_part()
-        heard = self.reducer.heard
+        heard = self.reducer.trailer_sums
         self.reducer.account(self.step + 1, self._last_arrivals(heard))
         # All ranks have all losses, so all of them raise in the same step, before any update.
         for rank, loss in enumerate(heard["loss"]):
@@ -401,10 +401,12 @@ class DataParallelLearner(SingleLearner):
         if any(heard["changed"]):
             self._take_buffers(heard["changed"])
         if self.private is not None:
-            return self._noised(self.private, sum(heard["loss"]), indices, int(heard["wish"][0]))
+            return self._noised(
+                self.private, sum(heard["loss"]), indices, int(heard["control_flags"][0])
+            )
         gradients = (one.grad for one in self.model.parameters() if one.grad is not None)
         mean = self.losses.settle(sum(heard["loss"]), indices, sum(heard["count"]), gradients)
-        return StepResult(mean, len(indices), int(heard["wish"][0]))
+        return StepResult(mean, len(indices), int(heard["control_flags"][0]))
 
     def backward(self, piece: Tensor, batch: Tensor) -> None:
         """Run forward and backward over a piece of the joint batch, weighted by its share.
@@ -450,14 +452,16 @@ class DataParallelLearner(SingleLearner):
         computed = self.reducer.computed if sending else time.perf_counter()
         self.group.meter.compute("clipped", started, computed, self.step + 1)
 
-    def _noised(self, private: ExampleLevel, loss: float, indices: Tensor, wish: int) -> StepResult:
+    def _noised(
+        self, private: ExampleLevel, loss: float, indices: Tensor, control_flags: int
+    ) -> StepResult:
         """Store the noised gradient of the joint batch, the sum of whose losses is `loss`."""
         none = private.nothing()
         sums = [
             zeros if parameter.grad is None else parameter.grad
             for parameter, zeros in zip(private.parameters, none, strict=True)
         ]
-        return self.noised(private, sums, loss, indices, wish)
+        return self.noised(private, sums, loss, indices, control_flags)
 
     def part(self) -> dict[str, Any]:
         """Return the residuals of the compressors on this rank."""
@@ -466,12 +470,12 @@ class DataParallelLearner(SingleLearner):
     def tail_fields(self, messages: int) -> list[TrailerField]:
         """Return all fields of the module's docstring except `used`, which the reducer adds."""
         return [
-            summed_field("wish"),
+            summed_field("control_flags"),
             per_rank_field("loss"),
             summed_field("count", int(self.losses.is_late)),
             time_field("arrival"),
             per_rank_field("before", messages - 1),
-            summed_field("changed", 0 if self.speaking is None else len(self.speaking)),
+            summed_field("changed", 0 if self.buffer_sync is None else len(self.buffer_sync)),
         ]
 
     def tail_numbers(self, entered: Sequence[float]) -> Numbers:
@@ -488,9 +492,9 @@ class DataParallelLearner(SingleLearner):
             said["count"] = [self._counted]
         # The other ranks send zeros, so that the sum is rank 0's number.
         if self.group.rank == 0:
-            said["wish"] = [float(self._asked)]
-            if self.speaking is not None:
-                said["changed"] = self.speaking.changed()
+            said["control_flags"] = [float(self._asked)]
+            if self.buffer_sync is not None:
+                said["changed"] = self.buffer_sync.changed()
         return said
 
     def _last_arrivals(self, heard: Numbers) -> list[float]:
@@ -508,9 +512,9 @@ class DataParallelLearner(SingleLearner):
 
     def _take_buffers(self, changed: Sequence[float]) -> None:
         """Take the buffers that rank 0's forward pass has changed."""
-        assert self.speaking is not None
+        assert self.buffer_sync is not None
         started = time.perf_counter()
-        self.speaking.take(self.group, [bool(one) for one in changed])
+        self.buffer_sync.take(self.group, [bool(one) for one in changed])
         self.group.meter.communication(
             "broadcast of buffers", started, time.perf_counter(), self.step + 1
         )

@@ -267,7 +267,7 @@ class HogwildLearner(SingleLearner):
             self.stop_all()
         return bool(self.stop)
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         """Run a round: the steps of all workers until they synchronise."""
         self._begin()
         first = self.step
@@ -275,12 +275,12 @@ class HogwildLearner(SingleLearner):
         if self.team is not None:
             results = self._in_threads(self.team, first, end)
         else:
-            results, wish = self._in_processes(first, end, wish)
+            results, control_flags = self._in_processes(first, end, control_flags)
         self.round += 1
         self.step = end
         # a stopped worker has made fewer steps: the mean is over the steps that were made
         total, counted, examples = map(sum, zip(*results, strict=True))
-        return StepResult(total / counted if counted else None, int(examples), wish)
+        return StepResult(total / counted if counted else None, int(examples), control_flags)
 
     def _begin(self) -> None:
         """Begin a round on all ranks together; rank 0 may still be saving the weights before."""
@@ -305,12 +305,14 @@ class HogwildLearner(SingleLearner):
             hog.meter.idle("wait for the others", done.end, met, self.round + 1)
         return [done.value for done in answers]
 
-    def _in_processes(self, first: int, end: int, wish: int) -> tuple[list[HogwildSteps], int]:
+    def _in_processes(
+        self, first: int, end: int, control_flags: int
+    ) -> tuple[list[HogwildSteps], int]:
         started = time.perf_counter()
         ran = self.hogwild_workers[0].run(first, end)
         ended = time.perf_counter()
         # Arrivals are sent in the time of rank 0's clock.
-        told = [float(wish), ended + self.place.clock_offset, *map(float, ran)]
+        told = [float(control_flags), ended + self.place.clock_offset, *map(float, ran)]
         rows = self.group.all_gather_values(told, "the end of a round")
         arrival = max(row[1] for row in rows) - self.place.clock_offset
         self.group.meter.compute("training", started, ended, self.round + 1)

@@ -251,17 +251,17 @@ class LayersPerCoreLearner(SingleLearner):
     def flops_per_step(self) -> float:
         return flops_per_step(self.model, self.train_examples, self.batches.batch_size)
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         started = time.perf_counter()
         for sheet in self.sheets:
             sheet.begin(started)
-        progress = super().advance(wish)
+        progress = super().advance(control_flags)
         ended = time.perf_counter()
         for sheet in self.sheets:
             sheet.end(ended, self.step)
         return progress
 
-    def gradients(self, indices: Tensor, wish: int) -> StepResult:
+    def gradients(self, indices: Tensor, control_flags: int) -> StepResult:
         """Compute the joint batch's gradient in the stages and store it in the parameters."""
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(self.microbatches) if len(part)]
@@ -270,7 +270,7 @@ class LayersPerCoreLearner(SingleLearner):
         works = self.draws.run(lambda own: self._pass(microbatches, sizes, targets, own))
         self.group.meter.idle("wait for the stages", started, time.perf_counter(), self.step + 1)
         self._account(works)
-        return StepResult(works[-1].loss, len(indices), wish)
+        return StepResult(works[-1].loss, len(indices), control_flags)
 
     def _pass(
         self, microbatches: list[Any], sizes: list[int], targets: Any, own: DrawContextFactory

@@ -123,38 +123,42 @@ class ReplicasLearner(SingleLearner):
         self.draws = ThreadDraws(place.devices, [worker.model for worker in self.workers])
         # A single worker may change its weights in forward.
         models = [worker.model for worker in self.workers] if len(self.workers) > 1 else []
-        self.still = MutationGuard(named for model in models for named in model.named_parameters())
+        self.mutation_guard = MutationGuard(
+            named for model in models for named in model.named_parameters()
+        )
 
     def flops_per_step(self) -> float:
         return flops_per_step(self.model, self.train_examples, self.share)
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         started = time.perf_counter()
         for worker in self.workers:
             worker.sheet.begin(started)
-        progress = super().advance(wish)
+        progress = super().advance(control_flags)
         ended = time.perf_counter()
         for worker in self.workers:
             worker.sheet.end(ended, self.step)
         return progress
 
-    def gradients(self, indices: Tensor, wish: int) -> StepResult:
+    def gradients(self, indices: Tensor, control_flags: int) -> StepResult:
         """Compute the joint batch's gradient and store it in the model's parameters."""
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(len(self.workers)) if len(part)]
         busy = self._scatter(inputs, sizes)
-        self.still.begin()
+        self.mutation_guard.begin()
         # around forward and loss only: backward uses the dtypes of forward; workers inherit the
         # mode (`WorkerThreads.each`)
         with self.computing():
             # Forward may run twice, if it shows that the model draws; backward comes after it.
             self.draws.run(lambda own: self._forward_all(busy, own))
-            self.still.end()
+            self.mutation_guard.end()
             found = self._loss(busy, sizes, targets)
         self._begin_backward(found.loss, busy)
         self._at_once("backward", busy, lambda worker: self.workers[worker].backward())
         self._reduce(busy)
-        return StepResult(float(found.loss.item()) if found.counted else None, len(indices), wish)
+        return StepResult(
+            float(found.loss.item()) if found.counted else None, len(indices), control_flags
+        )
 
     def _scatter(self, inputs: Any, sizes: list[int]) -> list[ReplicaWorker]:
         """Send each worker its inputs and the weights; return the workers that got inputs."""

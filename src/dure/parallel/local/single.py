@@ -354,13 +354,13 @@ class SingleLearner(Learner):
             self.model, self.train_examples, -(-self.batches.batch_size // self.group.size)
         )
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         """Make a step of the optimizer on the next joint batch."""
         self._seed_step(self.step)
         if self.private is not None:
             self.private.begin()
         indices = self.batches.at(self.step)
-        progress = self.gradients(indices, wish)
+        progress = self.gradients(indices, control_flags)
         self.trim()
         started = time.perf_counter()
         if self.rates is not None:
@@ -385,10 +385,10 @@ class SingleLearner(Learner):
             self.seed, "step", step, self.group.rank, everything=self.train_examples.draws
         )
 
-    def gradients(self, indices: Tensor, wish: int) -> StepResult:
+    def gradients(self, indices: Tensor, control_flags: int) -> StepResult:
         """Compute the mean gradient over the joint batch `indices`, stored in the parameters."""
         if self.private is not None:
-            return self._private_gradients(self.private, indices, wish)
+            return self._private_gradients(self.private, indices, control_flags)
         self.optimizer.zero_grad(set_to_none=True)
         clock = StepClock(self.group.meter, self.step + 1)
 
@@ -414,7 +414,7 @@ class SingleLearner(Learner):
         )
         if not math.isfinite(found.loss):
             raise LossNotFiniteError(found.loss, self.where, f"step {self.step + 1}")
-        return StepResult(found.loss if found.counted else None, len(indices), wish)
+        return StepResult(found.loss if found.counted else None, len(indices), control_flags)
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a context for forward and loss: the precision of the task."""
@@ -425,7 +425,9 @@ class SingleLearner(Learner):
         with self.computing(), self.offloaded.saving(inputs, targets):
             yield
 
-    def _private_gradients(self, private: ExampleLevel, indices: Tensor, wish: int) -> StepResult:
+    def _private_gradients(
+        self, private: ExampleLevel, indices: Tensor, control_flags: int
+    ) -> StepResult:
         sums, loss = private.nothing(), 0.0
         for piece in indices.tensor_split(self.accumulate):
             if not len(piece):
@@ -436,7 +438,7 @@ class SingleLearner(Learner):
             sums = clipped if self.accumulate == 1 else list(map(torch.add, sums, clipped))
             loss += part
             self.group.meter.compute("clipped", started, time.perf_counter(), self.step + 1)
-        return self.noised(private, sums, loss, indices, wish)
+        return self.noised(private, sums, loss, indices, control_flags)
 
     def noised(
         self,
@@ -444,7 +446,7 @@ class SingleLearner(Learner):
         sums: Sequence[Tensor],
         loss: float,
         indices: Tensor,
-        wish: int,
+        control_flags: int,
     ) -> StepResult:
         """Store the noised gradient of a whole batch in the parameters.
 
@@ -453,7 +455,7 @@ class SingleLearner(Learner):
             sums: Sums of the clipped per-example gradients.
             loss: Sum of the losses of the batch.
             indices: Examples of the batch.
-            wish: Control flags for the returned progress.
+            control_flags: Control flags for the returned progress.
         """
         if not math.isfinite(loss):
             raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}")
@@ -466,7 +468,7 @@ class SingleLearner(Learner):
         # evaluations.
         done = self.step + 1
         numbers = self.numbers() if done % self.units_per_epoch == 0 else None
-        return StepResult(mean, private.expected, wish, numbers)
+        return StepResult(mean, private.expected, control_flags, numbers)
 
     def numbers(self) -> dict[str, float]:
         # Rank 0 records the epsilon; the others need not compute it.

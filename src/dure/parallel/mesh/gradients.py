@@ -98,12 +98,12 @@ def share_buffers(held: RankState) -> None:
     if group.size == 1 or not held.written:
         return
     started = time.perf_counter()
-    if held.speaking is not None:
+    if held.buffer_sync is not None:
         # Without a trace the written buffers are unknown, so the first rank sends which ones have
         # changed.
-        changed = [float(one) for one in held.speaking.changed()]
+        changed = [float(one) for one in held.buffer_sync.changed()]
         flags = group.all_gather_values(changed, "changed buffers")
-        held.speaking.take(group, [flag > 0 for flag in flags[0]])
+        held.buffer_sync.take(group, [flag > 0 for flag in flags[0]])
     else:
         buffers = dict(held.model.named_buffers())
         group.broadcast_values([buffers[name] for name in held.written])

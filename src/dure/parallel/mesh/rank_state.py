@@ -67,7 +67,7 @@ class RankState:
     written: list[str] = field(default_factory=list)
     optimizer: Optimizer | None = None
     zero: ZeroRedundancy | None = None
-    speaking: BufferSync | None = None
+    buffer_sync: BufferSync | None = None
     step: int = 0
     folder: Path | None = None
 

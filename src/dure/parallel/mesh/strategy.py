@@ -456,7 +456,7 @@ class ParallelLearner(Learner):
         self._make_optimizer()
         if strategy.runs_untraced:
             # Without a trace, changed buffers are found by comparing values.
-            self.held.speaking = BufferSync(model)
+            self.held.buffer_sync = BufferSync(model)
         self.reading = MicrobatchReader(
             examples=self.train_examples,
             losses=self.losses,
@@ -598,14 +598,14 @@ class ParallelLearner(Learner):
 
     # A step.
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         """Run a step of the optimizer on the next joint batch.
 
-        wish: the control flags of this rank.
+        control_flags: the control flags of this rank.
         """
         held = self.held
         indices = self.batches.at(held.step)
-        mean, _, wish = self.compute(indices, wish)
+        mean, _, control_flags = self.compute(indices, control_flags)
         started = time.perf_counter()
         if held.optimizer is not None:
             self.rates.at(held.step)
@@ -615,9 +615,9 @@ class ParallelLearner(Learner):
         # after the update, when no rank computes with them
         share_buffers(held)
         held.step += 1
-        return StepResult(mean, len(indices), wish)
+        return StepResult(mean, len(indices), control_flags)
 
-    def compute(self, indices: Tensor, wish: int) -> tuple[float | None, float, int]:
+    def compute(self, indices: Tensor, control_flags: int) -> tuple[float | None, float, int]:
         """Compute the gradient of the joint batch's mean loss, in the parameters' gradients.
 
         Returns that loss, the number that the loss counts, and rank 0's control flags. Raises
@@ -632,7 +632,7 @@ class ParallelLearner(Learner):
         if held.optimizer is not None:
             held.optimizer.zero_grad(set_to_none=True)
         # All ranks learn of a loss that is not finite before any rank updates.
-        losses, count, wish, missed = self._agree(*self.gradients(indices), wish)
+        losses, count, control_flags, missed = self._agree(*self.gradients(indices), control_flags)
         loss = sum(losses)
         if not math.isfinite(loss):
             where = _not_finite(losses)
@@ -643,7 +643,7 @@ class ParallelLearner(Learner):
         self._drop_frozen()
         if self.task.clip_norm is not None:
             clip(held, self.task.clip_norm)
-        return mean, count, wish
+        return mean, count, control_flags
 
     def gradients(self, indices: Tensor) -> tuple[float, float]:
         """Compute the joint batch's gradient, in the parameters' gradients.
@@ -679,7 +679,9 @@ class ParallelLearner(Learner):
             )
         return self._engines[microbatches]
 
-    def _agree(self, loss: float, count: float, wish: int) -> tuple[list[float], float, int, int]:
+    def _agree(
+        self, loss: float, count: float, control_flags: int
+    ) -> tuple[list[float], float, int, int]:
         """Exchange the results of the step between all ranks.
 
         Returns each rank's contribution to the batch's loss; the number that the loss counts; rank
@@ -688,7 +690,7 @@ class ParallelLearner(Learner):
         # Tensor neighbours have the same loss, and stages before the last have none.
         said = [loss, count] if self.at.tensor == 0 else [0.0, 0.0]
         rows = self.group.all_gather_values(
-            [*said, float(wish), float(self._missed())], "exchange of losses"
+            [*said, float(control_flags), float(self._missed())], "exchange of losses"
         )
         missed = functools.reduce(operator.and_, (int(row[3]) for row in rows))
         return [row[0] for row in rows], sum(row[1] for row in rows), int(rows[0][2]), missed
@@ -763,7 +765,7 @@ class ParallelLearner(Learner):
         restore(self.held, weights, state)
         self.offloaded.restored()
         if self.strategy.runs_untraced:
-            self.held.speaking = BufferSync(self.held.model)
+            self.held.buffer_sync = BufferSync(self.held.model)
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of this rank for the report: see `dure.parallel.mesh.facts`."""

@@ -37,7 +37,8 @@ class SingleStageModel:
         # flattened like in a trace, so that stages treat both kinds of models equally
         inputs = tree_flatten(((sample(1),), {}))[1]
         self._flat = _Flat(model, inputs)
-        # all buffers, because without a trace changed buffers are unknown: see `ReadBatch.speaking`
+        # all buffers, because without a trace changed buffers are unknown: see
+        # `ReadBatch.buffer_sync`
         written = tuple(name for name, _ in model.named_buffers())
         self._program = StageProgram(
             module=self._flat,

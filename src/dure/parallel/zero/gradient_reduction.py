@@ -105,7 +105,7 @@ class GradientReduction:
         self.most = most
         self._say = rider.say
         self.tail = self._tail_with(rider.fields)
-        self.heard = self.tail.decode([0.0] * self.tail.length)
+        self.trailer_sums = self.tail.decode([0.0] * self.tail.length)
         self.carrier: int | None = None
         self.passes = 0
         self.some_used = False
@@ -408,7 +408,7 @@ class GradientReduction:
         self._hear()
         # All ranks have the same sums of the trailer, so all send these blocks again, in the order
         # of their numbers.
-        for number, late in enumerate(self.heard["late"]):
+        for number, late in enumerate(self.trailer_sums["late"]):
             if late > 0:
                 self._send(number, False)
                 self._settle_all()
@@ -416,10 +416,10 @@ class GradientReduction:
         for share in self.shares:
             last = first + len(share.parameters)
             # A gradient that any rank has used is a sum on every rank; others stay None.
-            share.give_gradients([ranks > 0 for ranks in self.heard["used"][first:last]])
+            share.give_gradients([ranks > 0 for ranks in self.trailer_sums["used"][first:last]])
             first = last
         self.passes += 1
-        self.some_used = self.some_used or any(self.heard["used"])
+        self.some_used = self.some_used or any(self.trailer_sums["used"])
 
     def _hear(self) -> None:
         """Decode the trailer."""
@@ -428,7 +428,7 @@ class GradientReduction:
         numbers: list[float] = self._numbers.tolist()
         if self.wire.mean and self.carrier is not None:  # divided by N with the gradients
             numbers = [number * self.wire.group.size for number in numbers]
-        self.heard = self.tail.decode(numbers)
+        self.trailer_sums = self.tail.decode(numbers)
 
     def _settle_all(self) -> None:
         while self._sent:

@@ -4,7 +4,7 @@ The joint batch is divided as in data parallelism (`dure.parallel.data.strategy`
 compute the same weights as one worker. Values that all ranks have to agree on travel in the trailer
 of a step's last message (`dure.collectives.trailer`, `dure.parallel.zero.gradient_reduction`):
 
-    wish      of rank 0        control flags: stop, or write a checkpoint
+    control_flags      of rank 0        control flags: stop, or write a checkpoint
     loss      of each rank     its share of the mean loss
     count     of all ranks     the loss's denominator, if the loss only returns it when computed
     arrival   of each rank     the time when it sent the last message; earlier ranks are idle
@@ -219,7 +219,7 @@ class ZeROLearner(SingleLearner):
             memory=self.offloaded.memory,
             rider=PiggybackFields(
                 [
-                    summed_field("wish"),
+                    summed_field("control_flags"),
                     per_rank_field("loss"),
                     summed_field("count", int(self.losses.is_late)),
                     time_field("arrival"),
@@ -233,9 +233,9 @@ class ZeROLearner(SingleLearner):
         # Memory that the division needed must not count in training.
         trim_heap()
         self._watch_passes()
-        self.speaking = buffer_sync_of(self.model)
+        self.buffer_sync = buffer_sync_of(self.model)
         self.started = common_start(self.group, place.clock_offset)
-        self._wish = 0
+        self._control_flags = 0
         self._loss = 0.0
         self._counted = 0.0
 
@@ -250,12 +250,12 @@ class ZeROLearner(SingleLearner):
     def flops_per_step(self) -> float:
         return self._flops
 
-    def gradients(self, indices: Tensor, wish: int) -> StepResult:
+    def gradients(self, indices: Tensor, control_flags: int) -> StepResult:
         """Compute this rank's part of the joint batch's gradient, for the optimizer's pieces.
 
         Raises LossNotFiniteError, on all ranks, if the loss of any rank is not finite.
         """
-        self._wish = wish
+        self._control_flags = control_flags
         self._loss = 0.0
         self._counted = 0.0
         self.zero.zero_grad()
@@ -272,7 +272,7 @@ class ZeROLearner(SingleLearner):
         started = time.perf_counter()
         self.zero.reduce()
         self.group.meter.compute("reduce", started, time.perf_counter(), self.step + 1)
-        heard = self.zero.reducing.heard
+        heard = self.zero.reducing.trailer_sums
         # Until the last rank arrived, this rank was idle and not sending.
         self._account(self.started + max(heard["arrival"]))
         for rank, loss in enumerate(heard["loss"]):
@@ -284,7 +284,7 @@ class ZeROLearner(SingleLearner):
             self._take_buffers(heard["changed"])
         gradients = (part.grad for part in self.zero.parts() if part.grad is not None)
         mean = self.losses.settle(sum(heard["loss"]), indices, sum(heard["count"]), gradients)
-        return StepResult(mean, len(indices), int(heard["wish"][0]))
+        return StepResult(mean, len(indices), int(heard["control_flags"][0]))
 
     def trim(self) -> None:
         for name, part in self.zero.parts_by_name():
@@ -322,16 +322,16 @@ class ZeROLearner(SingleLearner):
             said["count"] = [self._counted]
         # The other ranks send zeros, so that the sum is rank 0's number.
         if self.group.rank == 0:
-            said["wish"] = [float(self._wish)]
-            if self.speaking is not None:
-                said["changed"] = self.speaking.changed()
+            said["control_flags"] = [float(self._control_flags)]
+            if self.buffer_sync is not None:
+                said["changed"] = self.buffer_sync.changed()
         return said
 
     def _take_buffers(self, changed: Sequence[float]) -> None:
         """Take the buffers that rank 0's forward pass has changed."""
-        assert self.speaking is not None
+        assert self.buffer_sync is not None
         started = time.perf_counter()
-        self.speaking.take(self.group, [ranks > 0 for ranks in changed])
+        self.buffer_sync.take(self.group, [ranks > 0 for ranks in changed])
         self.group.meter.communication(
             "broadcast of buffers", started, time.perf_counter(), self.step + 1
         )
@@ -340,8 +340,8 @@ class ZeROLearner(SingleLearner):
         """Subtract the time of waiting from the computing time."""
         self.group.meter.counters.compute_seconds -= self.zero.wire.account(self.step + 1, arrival)
 
-    def advance(self, wish: int) -> StepResult:
-        progress = super().advance(wish)
+    def advance(self, control_flags: int) -> StepResult:
+        progress = super().advance(control_flags)
         self._account()
         return progress
 
@@ -391,5 +391,5 @@ class ZeROLearner(SingleLearner):
         self.offloaded.restored()
         self.zero.passes.restore_order(state["order"])
         # A new instance: all ranks now have the loaded buffers.
-        self.speaking = buffer_sync_of(self.model)
+        self.buffer_sync = buffer_sync_of(self.model)
         self.step = state["step"]

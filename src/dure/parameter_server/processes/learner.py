@@ -126,7 +126,7 @@ class ProcessesLearner(Learner):
         self.units_per_epoch = max(1, steps // self.period)
         self.round = 0
         self.standing = self._at(0)
-        self._wish = 0
+        self._control_flags = 0
         self._loss = (0.0, 0.0)
         """Finished part of a round: sum of the losses, and their count."""
         self._counting: Future[list[ProcessCounters]] | None = None
@@ -168,10 +168,10 @@ class ProcessesLearner(Learner):
             self._states = ()
             self._unsent = {}
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         """Run a round: `period` batches of every group, or fewer if the run is to end."""
         self._begin()
-        self._wish = wish
+        self._control_flags = control_flags
         before = self._spent()
         reports: list[Report] = []
         if self.round == 0 and any(self.plan.until(who, 0) for who in self.plan.workers):
@@ -201,7 +201,7 @@ class ProcessesLearner(Learner):
         return StepResult(
             loss=mean_over(total, counted),
             samples=samples,
-            wish=self._wish,
+            control_flags=self._control_flags,
             numbers=self._numbers(),
             whole=whole,
         )
@@ -213,8 +213,8 @@ class ProcessesLearner(Learner):
         while not wait([meeting], _LOOK_SECONDS).done:
             self._count()
             if not ends:
-                self._wish |= self.place.wish()
-                ends = bool(self._wish & STOP)
+                self._control_flags |= self.place.control_flags()
+                ends = bool(self._control_flags & STOP)
                 if ends:
                     self.leader.hold()
         return meeting.result()

@@ -122,7 +122,7 @@ def pipeline_of(group: Group, plan: ParameterServerPlan) -> Group:
             teams.append([rank_of(worker(one), plan) for one in team])
     if all(len(team) == 1 for team in teams):
         return group.alone()
-    return group.parted([*alone, *teams])
+    return group.split_into([*alone, *teams])
 
 
 def _called_by(rank: int, plan: ParameterServerPlan) -> list[str]:

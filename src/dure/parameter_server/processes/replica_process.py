@@ -144,7 +144,7 @@ class ReplicaProcess:
             move,
         )
         self._computed: list[ComputedGradients] = []
-        self.leads = plan.together(plan.replica_of(number))[0] == number
+        self.is_leader = plan.together(plan.replica_of(number))[0] == number
         self._begun = False
         self._told = 0
         """Number of reported pushes."""
@@ -278,4 +278,4 @@ class ReplicaProcess:
         clock = self.replica.side.clock
         made = clock - self._told
         self._told = clock
-        return made if self.leads else 0
+        return made if self.is_leader else 0

@@ -110,7 +110,7 @@ class Admission:
             said, reason = str(error), ""
         reason = reason or f"nothing is due before all clients are there, and it said: {said}"
         self.tell(f"client {event.client} is turned away: {reason}")
-        self.channels.turn_away(event.client, reason)
+        self.channels.reject(event.client, reason)
 
     def _waits(self, here: int) -> None:
         if here != self._here:
@@ -128,7 +128,7 @@ class Admission:
         except (ValueError, msgspec.MsgspecError) as error:
             reason = str(error)
             self.tell(f"client {event.client} is turned away: {reason}")
-            self.channels.turn_away(event.client, reason)
+            self.channels.reject(event.client, reason)
             return False
         self.hellos.setdefault(event.client, hello)
         self._examples.setdefault(event.client, hello.examples)

@@ -357,14 +357,16 @@ class ServedVerticalLearner(Learner):
             self._began = True
             self.hall.does(self.training)
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         """Run a step of all parties on a batch of the people whom all know."""
         self._take_up()
         self.hall.reach(self.step + 1)
         samples = len(self.batches.at(self.step))
         self.step += 1
         loss, counted = self.training.holder.loss
-        return StepResult(loss=loss if counted else None, samples=samples, wish=wish)
+        return StepResult(
+            loss=loss if counted else None, samples=samples, control_flags=control_flags
+        )
 
     def ended(self, reason: str) -> None:
         self._over = True

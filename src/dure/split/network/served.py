@@ -223,15 +223,15 @@ class ServedSplitLearner(Learner):
 
     # The run
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         """Run a round: every connected client trains its local epochs."""
         self._take_up()
-        wished = 0
+        flags = 0
 
         def ends() -> bool:
-            nonlocal wished
-            wished = self.place.wish() & ~CHECKPOINT
-            return bool(wished & STOP)
+            nonlocal flags
+            flags = self.place.control_flags() & ~CHECKPOINT
+            return bool(flags & STOP)
 
         # A server killed after the round's last turn has finished the round already.
         whole = self._is_complete or self.hall.round(self.round, ends)
@@ -250,7 +250,7 @@ class ServedSplitLearner(Learner):
         return StepResult(
             loss=mean_over(math.fsum(loss * count for loss, count in steps), counted),
             samples=samples,
-            wish=wish | wished | kept,
+            control_flags=control_flags | flags | kept,
             numbers={"wall_seconds": self._elapsed, "absent": float(len(self.hall.absent))},
             whole=whole,
         )

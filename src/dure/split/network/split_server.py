@@ -3,12 +3,12 @@
     a client connects      Hello; the roster; its unfinished turn starts again
     a client sends         the message is checked and processed, and the answers are sent
     a client disconnects   its unfinished turn does not count: the server rolls back to the state
-                           before it. If the client reconnects within `lasts`, it gets the same
-                           turn; after that the round continues without it, with the head that the
-                           client before has kept
+                           before it. If the client reconnects within `answer_timeout`, it gets the
+                           same turn; after that the round continues without it, with the head that
+                           the client before has kept
     a client sends         an invalid message, or values that make the server's computation fail, or
-                           nothing for `lasts`: its channel is closed, and the round continues
-                           without it
+                           nothing for `answer_timeout`: its channel is closed, and the round
+                           continues without it
     without a turn         a client cannot make another client's turn start again
 
 Only a message that is due extends a client's deadline. Other messages are refused, and a client
@@ -243,10 +243,10 @@ class SplitServer:
             self._since.pop(name, None)
         for name in awaited:
             since = self._since.setdefault(name, now)
-            if now - since <= self.channels.lasts:
+            if now - since <= self.channels.answer_timeout:
                 continue
             if name in self.here:
-                self._fails(name, f"said nothing for {self.channels.lasts:g} s")
+                self._fails(name, f"said nothing for {self.channels.answer_timeout:g} s")
             else:
                 self._without([name])
             return
@@ -256,7 +256,7 @@ class SplitServer:
         awaited = self._awaited()
         missing = [name for name in awaited if name not in self.here]
         left = [
-            self.channels.lasts - (time.monotonic() - self._since[name])
+            self.channels.answer_timeout - (time.monotonic() - self._since[name])
             for name in awaited
             if name in self._since
         ]
@@ -322,7 +322,7 @@ class SplitServer:
         self.here.discard(name)
         self.reasons[name] = reason
         self._refused.add(name)
-        self.channels.turn_away(number_of(name), reason)
+        self.channels.reject(number_of(name), reason)
 
     def _without(self, names: Sequence[str]) -> None:
         """Continue the round without these clients."""

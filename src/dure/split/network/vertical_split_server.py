@@ -3,8 +3,9 @@
     a party connects      Hello; the roster; all start again from the newest step that all saved
     a party sends         the message is processed, and the answers are sent
     a party disconnects   the run waits for it: training needs its columns
-    a party fails         it stays away or silent for `lasts`, sends an invalid message, or its code
-                          raises: the run ends with an error that names it, and can be resumed
+    a party fails         it stays away or silent for `answer_timeout`, sends an invalid message, or
+                          its code raises: the run ends with an error that names it, and can be
+                          resumed
 
 Steps after the newest step that all have saved are repeated, with the same bits. Messages that
 parties sent before they received the request to start again are discarded. Only a message that is
@@ -210,7 +211,7 @@ class VerticalSplitServer:
     def _comes(self, name: str) -> None:
         self._returns[name] += 1
         if self._returns[name] > MOST_RETURNS:
-            self.channels.turn_away(self.names.index(name), "it has come again too often")
+            self.channels.reject(self.names.index(name), "it has come again too often")
             self._lost(name, f"has come again {MOST_RETURNS} times without a new step")
         self._enters(name)
         self._anew()
@@ -224,18 +225,24 @@ class VerticalSplitServer:
         if now - self._shown > PULSE:
             self._shown = now
             self.show(self.look())
-        lasts = self.channels.lasts
+        answer_timeout = self.channels.answer_timeout
         for name in self._awaited() if late else ():
-            if now - self._since.setdefault(name, now) > lasts:
-                gone = f"has not come again within {lasts:g} s: {self._reasons.get(name, '')}"
-                self._lost(name, f"said nothing for {lasts:g} s" if name in self._here else gone)
+            if now - self._since.setdefault(name, now) > answer_timeout:
+                gone = (
+                    f"has not come again within {answer_timeout:g} s: {self._reasons.get(name, '')}"
+                )
+                self._lost(
+                    name, f"said nothing for {answer_timeout:g} s" if name in self._here else gone
+                )
 
     def look(self) -> dict[str, Any]:
         """Return the connected and the awaited parties, for display."""
         awaited = self._awaited()
         now = time.monotonic()
         measuring = isinstance(self._question, Evaluate)
-        left = [self.channels.lasts - (now - self._since.get(name, now)) for name in awaited]
+        left = [
+            self.channels.answer_timeout - (now - self._since.get(name, now)) for name in awaited
+        ]
         return {
             "doing": "measuring" if measuring else "training",
             "round": self._target + int(measuring),
@@ -259,7 +266,7 @@ class VerticalSplitServer:
     def refuses(self, name: str, why: str) -> NoReturn:
         """Reject a party that has sent an invalid message, and end the run."""
         reason = f"sent what cannot be: {why}"
-        self.channels.turn_away(self.names.index(name), reason)
+        self.channels.reject(self.names.index(name), reason)
         self._lost(name, reason)
 
     def _lost(self, name: str, reason: str) -> NoReturn:

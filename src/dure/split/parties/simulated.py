@@ -237,7 +237,7 @@ class SimulatedVerticalLearner(Learner):
     def flops_per_step(self) -> float:
         return self.flops
 
-    def advance(self, wish: int) -> StepResult:
+    def advance(self, control_flags: int) -> StepResult:
         """Run a step of all parties on a batch of the people whom all know."""
         began = self.network.now
         self.network.send(self.plan.holder, self.first.begin(began))
@@ -250,7 +250,7 @@ class SimulatedVerticalLearner(Learner):
         return StepResult(
             loss=loss if counted else None,
             samples=len(self.batches.at(self.step - 1)),
-            wish=wish,
+            control_flags=control_flags,
             numbers={"virtual_seconds": self.network.now, **leaks},
         )
 

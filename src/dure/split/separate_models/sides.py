@@ -94,7 +94,7 @@ class ModuleStages(Stages):
         first = stages[self.numbers[0]]
         assert isinstance(first, ModuleStage)
         lost = first.lost(missed)
-        first.let_go()
+        first.release()
         # A parameter that the end shares with the head has its gradient from the end.
         ends = [self.parts[number] for number in self.numbers[1:]]
         there = {id(one) for part in ends for one in part.parameters()}

@@ -78,7 +78,7 @@ class ModuleStage:
     def begin(self, step: int) -> None:
         self._step = step
         self._kept.clear()
-        self.let_go()
+        self.release()
         self.losses.clear()
         self.counts.clear()
         self.reached.clear()
@@ -211,7 +211,7 @@ class ModuleStage:
         lost = _leaves_behind([way for place, way in ways if missed >> place & 1])
         return lost - _leaves_behind([way for place, way in ways if not missed >> place & 1])
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the graph of the newest backward pass."""
         self._ways = []
         self._leaves = []

@@ -81,7 +81,7 @@ class Replay(World):
             shelf=BlobCache(),
             machine=machine(federation.threads),
             start_with=federation.clients,
-            lasts=self.lasts(place),
+            answer_timeout=self.answer_timeout(place),
             measure_seconds=math.inf,
             record=True,
             budget=TransferBudget(self._budget(place)),
@@ -95,7 +95,7 @@ class Replay(World):
         asked = place.config["world"].get("transfer_budget")
         return Conditions(engine=ENGINE, transfer_budget=asked).bytes_each
 
-    def lasts(self, place: RankContext) -> float:
+    def answer_timeout(self, place: RankContext) -> float:
         """Return the timeout of a round in seconds, from the run's config."""
         return float(place.config["world"]["deadline"])
 

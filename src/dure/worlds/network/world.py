@@ -204,7 +204,7 @@ class Network(World):
             shelf=server.shelf,
             machine=server.machine,
             start_with=self.start_with or federation.clients,
-            lasts=self.deadline,
+            answer_timeout=self.deadline,
             measure_seconds=self.measure_seconds,
             record=self.record,
             budget=TransferBudget(self.conditions.bytes_each),
@@ -428,7 +428,7 @@ class _Serves:
         self.resumed = (folder / "clients.db").exists()
         if self.resumed and not (folder / SIGNING_KEY).exists():
             warn(f"{folder / SIGNING_KEY} is missing: the model will be signed by a new key")
-        self.key = Key.kept_in(folder / SIGNING_KEY)
+        self.key = Key.load_or_create(folder / SIGNING_KEY)
         place.signs = self.key
         self.watching = ServerMetrics(place.report)
         place.report = _both(self.watching.hears, place.report)

@@ -82,7 +82,7 @@ class Torchrun(World):
             object.__setattr__(self, "elastic", job.restarts > 0)
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return launcher_job().rank == 0
 
     @property

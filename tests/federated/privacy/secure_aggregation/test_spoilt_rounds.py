@@ -131,7 +131,7 @@ def test_a_run_whose_excluded_clients_leave_too_few_ends_by_name_and_does_not_wa
         honest(self)
         for client in range(4):
             self.arrive(client)
-        self.keep_to(4)
+        self.require_clients(4)
         self.patient = True
 
     monkeypatch.setattr(Coordinator, "__post_init__", asked_for_all)

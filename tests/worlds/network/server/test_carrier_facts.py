@@ -44,7 +44,7 @@ def made(tmp_path: Path):
             shelf=BlobCache(),
             machine=MINE,
             start_with=1,
-            lasts=60.0,
+            answer_timeout=60.0,
             measure_seconds=1.0,
             record=False,
             budget=TransferBudget(None),

@@ -73,7 +73,7 @@ def test_a_client_that_comes_again_has_one_channel(served: Any) -> None:
 @pytest.mark.parametrize(
     ("ends", "error"),
     [
-        (lambda channels: channels.turn_away(0, "not so"), RefusedError),
+        (lambda channels: channels.reject(0, "not so"), RefusedError),
         (lambda channels: channels.over("all is done"), RunEndedError),
     ],
 )

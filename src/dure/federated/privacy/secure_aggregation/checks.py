@@ -76,7 +76,7 @@ def check_measuring(settings: SecureAggregation, held_out: float, fine_tune: int
 
 def check_conditions(settings: SecureAggregation, conditions: Conditions) -> None:
     """Check the fleet's conditions; raises ValueError for reports outside of sums."""
-    if not conditions.arrival.still:
+    if not conditions.arrival.is_static:
         raise ValueError(
             f"data that arrive are measured client by client, and under {settings.name} nothing of "
             f"a client's travels bare: leave arrival out"

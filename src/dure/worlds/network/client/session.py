@@ -153,7 +153,7 @@ class Session:
         self._audit = audit
         self._pace = bytes_per_second
         self._moved = _seldom(moved)
-        self._key = Key.kept_in(state.key)
+        self._key = Key.load_or_create(state.key)
         self._signer = Signer(self._key)
         self._backoff = Backoff()
         self._link = self._made()

@@ -599,12 +599,12 @@ def own_key(folder: Path) -> Key:
     """Return the key of a client's folder, also while a client uses the folder.
 
     Creates the folder and the key if there is none. Raises StateError for a folder that cannot be a
-    client's, and ValueError and RunFolderWriteError as `Key.kept_in`.
+    client's, and ValueError and RunFolderWriteError as `Key.load_or_create`.
     """
     if (folder / KEY).exists():
-        return Key.kept_in(folder / KEY)
+        return Key.load_or_create(folder / KEY)
     with ClientState(folder) as state:
-        return Key.kept_in(state.key)
+        return Key.load_or_create(state.key)
 
 
 def _locked(folder: Path) -> int:

@@ -122,8 +122,8 @@ class NetworkCarrier:
         shelf: Cache of the streams that clients download.
         machine: Properties of the server's machine.
         start_with: Number of available clients that the first round waits for.
-        lasts: Timeout in seconds of a round, or of an assignment without rounds, if the strategy
-            sets no deadline.
+        answer_timeout: Timeout in seconds of a round, or of an assignment without rounds, if the
+            strategy sets no deadline.
         measure_seconds: Timeout of an evaluation by clients.
         record: Whether to keep all updates and events for a replay.
         budget: Transfer quotas of the clients.
@@ -153,7 +153,7 @@ class NetworkCarrier:
         shelf: BlobCache,
         machine: Machine,
         start_with: int,
-        lasts: float,
+        answer_timeout: float,
         measure_seconds: float,
         record: bool,
         budget: TransferBudget,
@@ -173,7 +173,7 @@ class NetworkCarrier:
         self.sending = ModelStreams(federation, desk, shelf, updates)
         self.machine = machine
         self.start_with = start_with
-        self.lasts: float | None = lasts
+        self.answer_timeout: float | None = answer_timeout
         self.record = record
         self.budget = budget
         self._up = 0
@@ -528,7 +528,7 @@ class NetworkCarrier:
         """Have the coordinator guarantee the largest cohort that any client requires."""
         if self.cohort.smallest != self._kept_to:
             self._kept_to = self.cohort.smallest
-            coordinator.keep_to(self._kept_to)
+            coordinator.require_clients(self._kept_to)
 
     def _arrive(self, coordinator: CoordinatorProtocol, event: Event) -> list[Action]:
         """Pass a received update to the coordinator."""

@@ -106,13 +106,13 @@ class NetworkChannels:
         watching: ServerMetrics,
         folder: Path,
         key: Key,
-        lasts: float,
+        answer_timeout: float,
         every_moment: Callable[[], None],
     ) -> None:
         self.run = served.run
         self.folder = folder
         self.key = key
-        self.lasts = lasts
+        self.answer_timeout = answer_timeout
         self.served = served
         self.access = access
         self.watching = watching
@@ -164,7 +164,7 @@ class NetworkChannels:
     def identity(self, client: int) -> tuple[str, str]:
         return self._met[client]
 
-    def turn_away(self, client: int, reason: str) -> None:
+    def reject(self, client: int, reason: str) -> None:
         channel = self._channels.get(client)
         if channel is not None:
             self._end(channel, TURNED_AWAY, reason)

@@ -88,7 +88,7 @@ class ClientSession:
         measure: Model to evaluate.
         say: Step of a protocol that the client has to answer.
         wants: Dtypes and shapes of the tensors of that answer.
-        lies: Question whose answer's tensors have been uploaded completely.
+        uploaded_answer: Question whose answer's tensors have been uploaded completely.
         answered: Newest answered question, and the digest of the answer.
         sent: Newest assignment ids that the client has answered.
         sending: Lock of the upload in progress.
@@ -113,7 +113,7 @@ class ClientSession:
     measure: EvaluationTask | None = None
     say: ProtocolStepBody | None = None
     wants: dict[str, TensorSpec] = field(default_factory=dict)
-    lies: str = ""
+    uploaded_answer: str = ""
     answered: tuple[str, str] = ("", "")
     sent: RecentIds = field(default_factory=RecentIds)
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -87,7 +87,7 @@ class Replies:
         if said.body is not None and len(said.body) > MOST_STEP_BYTES:
             why = f"the answer has {len(said.body)} bytes, and may have {MOST_STEP_BYTES}"
             self.access.refuse(seat.number, 413, "too long", why)
-        if said.body is not None and seat.wants and seat.lies != said.asking:
+        if said.body is not None and seat.wants and seat.uploaded_answer != said.asking:
             why = "the tensors of the answer are to be sent before it"
             self.access.refuse(seat.number, 422, "no tensors", why)
         kind = one_line(said.failure, MOST_KIND)

@@ -100,7 +100,7 @@ class Uploads:
 
     async def _reserve_answer(self, seat: ClientSession, said: UploadRequest) -> Response:
         """Accept the announcement of an answer's tensors."""
-        if said.asking in (seat.lies, seat.answered[0]):
+        if said.asking in (seat.uploaded_answer, seat.answered[0]):
             return answer(UploadState(str(said.ticket), said.bytes, PART, complete=True))
         if not self.desk.asks(seat, said.ticket, said.asking):
             raise unwanted()
@@ -189,7 +189,7 @@ class Uploads:
     async def _complete(self, seat: ClientSession, said: UploadRequest) -> None:
         if said.asking:
             # The journal never has answers. The client sends the answer itself next.
-            seat.lies = said.asking
+            seat.uploaded_answer = said.asking
             self.reserved.pop(seat.number, None)
             return
         await logged(self.journal, "update", seat.number, said.ticket, to_json(said))
