@@ -106,7 +106,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny = plays(folder / "shakespeare" / "tinyshakespeare.txt")
     # The published file has 65 symbols, as many as benchmarks/split_study/burden.py measures.
     symbols = f"THIRD LORD:\n!$&',-.3:;? {string.ascii_letters}\n"
-    tiny.write_text(f"{symbols}\n{re.sub('[0-9]', '3', tiny.read_text())}")
+    tiny.write_text(f"{symbols}\n{40 * re.sub('[0-9]', '3', tiny.read_text())}")
     return folder
 
 

@@ -369,7 +369,7 @@ class TrainingFailure(MessageBody, frozen=True):
 
 
 class EvaluationReport(MessageBody, frozen=True):
-    """Metrics of a model by a client, the counterpart of `ModelMeasured` in `dure.protocol.messages`.
+    """Metrics of a model by a client, as `ModelMeasured` of `dure.protocol.messages`.
 
     Args:
         round: Number of the global model.

@@ -38,7 +38,7 @@ class SingleStageModel:
         inputs = tree_flatten(((sample(1),), {}))[1]
         self._flat = _Flat(model, inputs)
         # all buffers, because without a trace changed buffers are unknown: see
-        # `ReadBatch.buffer_sync`
+        # `RankState.buffer_sync`
         written = tuple(name for name, _ in model.named_buffers())
         self._program = StageProgram(
             module=self._flat,

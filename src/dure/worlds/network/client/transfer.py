@@ -1,7 +1,7 @@
 """Transfer of tensors from and to a client, over unreliable links.
 
 Download: the stream of safetensors is read directly into the tensors. After an interruption the
-download resumes at the byte reached (`ValueRange`, `If-Range`); at the end the SHA-256 of the
+download resumes at the byte reached (`Range`, `If-Range`); at the end the SHA-256 of the
 stream must equal the digest that the server named. Memory: one copy of the model, and small
 buffers.
 

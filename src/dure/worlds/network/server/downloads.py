@@ -1,7 +1,7 @@
 """Downloads: the tensors of a model by the digest of their stream, in ranges.
 
 The query has the first byte that the client wants, since the query is signed. The header
-`ValueRange` repeats it for proxies between client and server.
+`Range` repeats it for proxies between client and server.
 """
 
 from __future__ import annotations
