@@ -1,4 +1,4 @@
-"""How far a reader walks: the files and functions of dure that one step, or one round, passes.
+"""Call paths: the modules and functions of dure that one step, or one round, passes.
 
     step     data parallel by ring all-reduce on two processes, rank 0, its main thread
     round    FedAvg with ten clients, all of them asked, in the simulation, by the engine `batched`
@@ -11,7 +11,7 @@ all that it calls: no evaluation, no checkpoint. Lambdas and comprehensions coun
     python benchmarks/way_of_a_step.py --figure docs/images/ways.svg > /dev/null
 
 --list prints every file with its functions, in the order in which they are first called. --figure
-draws the stations that docs/architecture.md names. The result goes to standard output as JSON.
+draws the call paths of docs/architecture.md. The result goes to standard output as JSON.
 """
 
 from __future__ import annotations
@@ -141,21 +141,25 @@ def show(name: str, calls: list[tuple[str, str]], listed: bool) -> None:
 # The figure.
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
-WAYS = ("The way of a batch", "The way of an update", "The way over a network")
-TITLE = "Three ways through the house"
-STATION = re.compile(r"^\| \d+ \| `([\w/]+)/(\w+\.py)` \| `(\w+)` \|", re.MULTILINE)
+CALL_PATHS = (
+    "The call path of a batch",
+    "The call path of an update",
+    "The call path over a network",
+)
+TITLE = "Three call paths"
+ROW = re.compile(r"^\| \d+ \| `([\w/]+)/(\w+\.py)` \| `(\w+)` \|", re.MULTILINE)
 WIDTH = 400
 BOX = 30
 GAP = 14
 
 
 def drawn(heading: str) -> Panel:
-    """The stations of a way, one below the other; each system or room of the house has a colour."""
+    """Draw the steps of a call path, one below the other; each package has a colour."""
     section = PAGE.read_text().split(f"### {heading}\n")[1].split("\n#")[0]
     parts = [f'<text x="10" y="14" class="title">{heading}</text>']
     colours: dict[str, int] = {}
     y = 26
-    for number, (folder, file, function) in enumerate(STATION.findall(section)):
+    for number, (folder, file, function) in enumerate(ROW.findall(section)):
         colour = colours.setdefault(folder.partition("/")[0], len(colours))
         if number:
             arrow = f"M{WIDTH // 2} {y - GAP}v{GAP - 4}m-4 -4l4 4l4 -4"
@@ -177,11 +181,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="every file and its functions")
-    parser.add_argument("--figure", type=Path, help="where to draw the stations, as SVG")
+    parser.add_argument("--figure", type=Path, help="where to draw the call paths, as SVG")
     takes_result(parser)
     asked = parser.parse_args()
     if asked.figure is not None:
-        save(asked.figure, TITLE, list(map(drawn, WAYS)))
+        save(asked.figure, TITLE, list(map(drawn, CALL_PATHS)))
     ways = {
         "step": walked(dure.DataParallel(all_reduce="ring"), dure.Processes(2)),
         "round": walked(dure.FedAvg(clients=10), dure.Simulated(engine="batched")),

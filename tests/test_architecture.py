@@ -1,4 +1,4 @@
-"""What docs/architecture.md and CONTRIBUTING.md say of the house is what there is."""
+"""docs/architecture.md and CONTRIBUTING.md describe the packages, layers and call paths of dure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from types import ModuleType
 import pytest
 
 import dure
-from test_house import FILES, ROOMS, SOURCE
+from test_house import FILES, LAYERS, SOURCE
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 RULES = (ROOT / "CONTRIBUTING.md").read_text()
-MOST_STATIONS = 12
+MOST_STEPS = 12
 
-STATION = re.compile(r"^\| \d+ \| `([\w/]+\.py)` \| `(\w+)` \|", re.MULTILINE)
+ROW = re.compile(r"^\| \d+ \| `([\w/]+\.py)` \| `(\w+)` \|", re.MULTILINE)
 
 
 def fence_after(heading: str) -> str:
@@ -29,18 +29,18 @@ def fence_after(heading: str) -> str:
 
 
 def drawn() -> dict[str, list[str]]:
-    """Every folder that the page draws, with the files that it names there."""
+    """Return the packages that the page lists, each with its modules."""
     folders: dict[str, list[str]] = {}
-    way: list[str] = []
-    for line in fence_after("Rooms").splitlines():
+    path: list[str] = []
+    for line in fence_after("Packages").splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         name, _, files = line.partition(" : ")
         if "/" in name:
-            way[depth:] = [name.split()[0].rstrip("/")]
-            assert "/".join(way[1:]) not in folders, "a folder is drawn once"
-            folders["/".join(way[1:])] = files.split()
+            path[depth:] = [name.split()[0].rstrip("/")]
+            assert "/".join(path[1:]) not in folders, "a folder is drawn once"
+            folders["/".join(path[1:])] = files.split()
         else:
-            folders["/".join(way[1:])] += line.split()
+            folders["/".join(path[1:])] += line.split()
     return folders
 
 
@@ -54,22 +54,22 @@ def built() -> dict[str, list[str]]:
     return folders
 
 
-def test_the_page_draws_every_folder_with_its_files() -> None:
+def test_the_page_lists_every_package_with_its_modules() -> None:
     page = drawn()
-    house = built()
-    assert sorted(page) == sorted(house)
-    for folder, files in house.items():
+    source = built()
+    assert sorted(page) == sorted(source)
+    for folder, files in source.items():
         assert sorted(page[folder]) == sorted(files), folder or "the root"
 
 
-def test_the_rules_name_the_floors_that_are_tested() -> None:
+def test_the_rules_list_the_layers_that_are_tested() -> None:
     rows = re.findall(r"^\| \d+ \| (.*?) \|", RULES, re.MULTILINE)
     named = [set(re.findall(r"`(\w+)(?:/|\.py)`", row)) for row in rows]
-    assert named == ROOMS[::-1]
+    assert named == LAYERS[::-1]
 
 
 @pytest.fixture
-def walker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def call_paths(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     place = ROOT / "benchmarks" / "way_of_a_step.py"
     monkeypatch.syspath_prepend(place.parent)
     spec = importlib.util.spec_from_file_location("way_of_a_step", place)
@@ -84,34 +84,38 @@ def walker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ("heading", "system", "world"),
     [
         (
-            "The way of a batch",
+            "The call path of a batch",
             lambda: dure.DataParallel(all_reduce="ring"),
             lambda: dure.Processes(2),
         ),
         (
-            "The way of an update",
+            "The call path of an update",
             lambda: dure.FedAvg(clients=10),
             lambda: dure.Simulated(engine="batched"),
         ),
         (
-            "The way over a network",
+            "The call path over a network",
             lambda: dure.FedAvg(clients=1),
             lambda: dure.Network(port=0, access="open"),
         ),
     ],
 )
-def test_a_step_passes_the_stations_in_the_order_drawn(
-    walker: ModuleType, heading: str, system: Callable[[], object], world: Callable[[], object]
+def test_a_step_follows_the_call_path_of_the_page(
+    call_paths: ModuleType, heading: str, system: Callable[[], object], world: Callable[[], object]
 ) -> None:
     section = PAGE.split(f"### {heading}\n")[1].split("\n#")[0]
-    stations = STATION.findall(section)
-    assert 0 < len(stations) <= MOST_STATIONS
-    calls = walker.walked(system(), world())
-    assert [one for one in stations if one not in calls] == []
-    firsts = [calls.index(one) for one in stations]
+    steps = ROW.findall(section)
+    assert 0 < len(steps) <= MOST_STEPS
+    calls = call_paths.walked(system(), world())
+    assert [one for one in steps if one not in calls] == []
+    firsts = [calls.index(one) for one in steps]
     assert firsts == sorted(firsts)
 
 
-def test_the_figure_shows_the_stations_of_the_page(walker: ModuleType, tmp_path: Path) -> None:
-    walker.save(tmp_path / "ways.svg", walker.TITLE, list(map(walker.drawn, walker.WAYS)))
+def test_the_figure_shows_the_call_paths_of_the_page(
+    call_paths: ModuleType, tmp_path: Path
+) -> None:
+    call_paths.save(
+        tmp_path / "ways.svg", call_paths.TITLE, list(map(call_paths.drawn, call_paths.CALL_PATHS))
+    )
     assert (tmp_path / "ways.svg").read_text() == (ROOT / "docs/images/ways.svg").read_text()

@@ -1,7 +1,7 @@
-"""The house has floors: what a file imports lies below it, and no way leads back, by whatever door.
+"""Modules of a layer import modules of lower layers only, and no imports form a cycle.
 
-Looked at are files, and at every level of the tree the folders and files that lie next to each
-other. An import counts wherever it stands: in a function, for type checkers alone, or as a module's
+The tests look at modules, and at the packages and modules beside each other at every level of the
+tree. An import counts wherever it stands: in a function, for type checkers alone, or as a module's
 name in a string.
 """
 
@@ -14,18 +14,16 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 import dure
 from proofs import PROOFS
 
 SOURCE = Path(dure.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
-FACES = {"dure", "dure.catalog"}
-"""They name what others may import, and import nothing of it themselves until they are asked."""
+INTERFACES = {"dure", "dure.catalog"}
+"""Modules that name other modules and import them only when a name is used."""
 
-ROOMS = [
+LAYERS = [
     {"arguments", "errors", "peer_text", "references", "settings", "catalog"},
     {"machine", "tensors", "randomness"},
     {"record", "data"},
@@ -39,9 +37,9 @@ ROOMS = [
     {"cli"},
     {"__main__"},
 ]
-"""From the ground up. Rooms of one floor know nothing of each other, but for those in `MAY`."""
+"""From the lowest. Packages of one layer do not import each other, except those in `PERMITTED`."""
 
-MAY = {
+PERMITTED = {
     ("arguments", "errors"),
     ("averaging", "parallel"),
     ("parameter_server", "parallel"),
@@ -55,22 +53,23 @@ MAY = {
 
 
 def name_of(file: Path) -> str:
-    """ "dure.parallel.data" of .../dure/parallel/data.py or .../dure/parallel/data/__init__.py."""
+    """Return "dure.parallel.data" for .../dure/parallel/data.py and .../data/__init__.py."""
     return ".".join(("dure", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
         ".__init__"
     )
 
 
 MODULES = {name_of(file): file for file in FILES}
+PACKAGES = sorted(name for name, file in MODULES.items() if file.name == "__init__.py")
 
 
 def imported(file: Path) -> Iterator[str]:
-    """The modules of dure that a file imports."""
+    """Yield the modules of dure that a file imports."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            assert not node.level, f"{file}: an import says the whole name"
+            assert not node.level, f"{file}: an import has the whole name"
             for alias in node.names:
                 yield from _first([f"{node.module}.{alias.name}", node.module])
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -82,7 +81,7 @@ def _first(names: list[str]) -> list[str]:
 
 
 def _in_text(text: str) -> Iterator[str]:
-    """Modules that a string names to be imported: "dure.run.drive", or a line of a program."""
+    """Yield modules that a string names for import: "dure.run.drive", or a line of a program."""
     if text in MODULES and text != "dure":
         yield text
     yield from (
@@ -93,96 +92,101 @@ def _in_text(text: str) -> Iterator[str]:
 
 
 @cache
-def arrows() -> dict[str, set[str]]:
-    """Which files every file imports."""
+def imports() -> dict[str, set[str]]:
+    """Return the modules that each module imports."""
     return {
         name: set()
-        if name in FACES
+        if name in INTERFACES
         else {other for other in imported(file) if other not in (name, "dure")}
         for name, file in MODULES.items()
     }
 
 
-def circle(graph: Mapping[str, set[str]]) -> list[str]:
-    """A way that leads back to where it began, as names; empty where there is none."""
+def cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return the names on a cycle of the graph; empty for a graph without cycles."""
     done: set[str] = set()
     for start in graph:
-        way: list[str] = []
-        found = _walk(graph, start, way, done)
+        path: list[str] = []
+        found = _walk(graph, start, path, done)
         if found:
             return found
     return []
 
 
-def _walk(graph: Mapping[str, set[str]], here: str, way: list[str], done: set[str]) -> list[str]:
-    if here in way:
-        return [*way[way.index(here) :], here]
+def _walk(graph: Mapping[str, set[str]], here: str, path: list[str], done: set[str]) -> list[str]:
+    if here in path:
+        return [*path[path.index(here) :], here]
     if here in done:
         return []
-    way.append(here)
+    path.append(here)
     for other in sorted(graph[here]):
-        found = _walk(graph, other, way, done)
+        found = _walk(graph, other, path, done)
         if found:
             return found
-    way.pop()
+    path.pop()
     done.add(here)
     return []
 
 
-def rooms_in(folder: str) -> dict[str, set[str]]:
-    """What lies in a folder, with an arrow where some file of the one imports one of the other."""
-    depth = folder.count(".") + 2
+def imports_within(package: str) -> dict[str, set[str]]:
+    """Return the imports between the subpackages and modules of a package."""
+    depth = package.count(".") + 2
     graph: dict[str, set[str]] = {}
-    for name, others in arrows().items():
-        if not name.startswith(f"{folder}."):
+    for name, others in imports().items():
+        if not name.startswith(f"{package}."):
             continue
-        room = ".".join(name.split(".")[:depth])
+        child = ".".join(name.split(".")[:depth])
         reached = {
-            ".".join(other.split(".")[:depth]) for other in others if other.startswith(f"{folder}.")
+            ".".join(other.split(".")[:depth])
+            for other in others
+            if other.startswith(f"{package}.")
         }
-        graph.setdefault(room, set()).update(reached - {room})
+        graph.setdefault(child, set()).update(reached - {child})
     return graph
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
-    assert circle(arrows()) == []
+def layer_of(package: str) -> int:
+    return next(number for number, packages in enumerate(LAYERS) if package in packages)
 
 
-FOLDERS = sorted(name for name, file in MODULES.items() if file.name == "__init__.py")
+def test_no_modules_import_each_other_in_a_cycle() -> None:
+    assert cycle(imports()) == []
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_no_rooms_of_a_folder_import_each_other_in_a_circle(folder: str) -> None:
-    assert circle(rooms_in(folder)) == []
+def test_no_parts_of_a_package_import_each_other_in_a_cycle() -> None:
+    assert [found for package in PACKAGES if (found := cycle(imports_within(package)))] == []
 
 
-def floor(room: str) -> int:
-    return next(number for number, rooms in enumerate(ROOMS) if room in rooms)
+def test_a_module_imports_no_higher_layer() -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in imports().items()
+        for other in sorted(others)
+        if name not in INTERFACES and not _permitted(name.split(".")[1], other.split(".")[1])
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_a_file_imports_no_higher_floor(name: str) -> None:
-    if name in FACES:
-        return
-    here = name.split(".")[1]
-    for other in sorted(arrows()[name]):
-        there = other.split(".")[1]
-        if there != here:
-            assert floor(there) < floor(here) or (here, there) in MAY, f"{name} imports {other}"
+def _permitted(package: str, other: str) -> bool:
+    lower = layer_of(other) < layer_of(package)
+    return package == other or lower or (package, other) in PERMITTED
 
 
-def test_a_newcomer_finds_few_files_at_the_door() -> None:
+def test_the_top_of_the_package_has_few_modules() -> None:
     assert len(list(SOURCE.glob("*.py"))) <= 8
 
 
-@pytest.mark.parametrize("file", PROOFS)
-def test_what_is_listed_as_slow_is_there(file: str) -> None:
-    text = (Path(__file__).parent / file).read_text()
-    for name in PROOFS[file]:
-        assert f"def {name.partition('[')[0]}" in text
+def test_every_listed_proof_exists() -> None:
+    missing = [
+        f"{file}: {name}"
+        for file, names in PROOFS.items()
+        for name in names
+        if f"def {name.partition('[')[0]}" not in (Path(__file__).parent / file).read_text()
+    ]
+    assert missing == []
 
 
-def test_no_two_files_of_tests_have_one_name() -> None:
-    """pytest imports them by their names alone, as the folders are no packages."""
+def test_no_two_test_files_have_the_same_name() -> None:
+    """pytest imports test files by their names alone, as the folders are not packages."""
     names = Counter(file.name for file in Path(__file__).parent.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []

@@ -78,8 +78,8 @@ else:
 
 FILE = "policy.toml"
 
-_ROOMS = ("dure.federated.", "dure.split.")
-_OWN_SYSTEMS = [name for name, each in SYSTEMS.items() if each.module.startswith(_ROOMS)]
+_CLIENT_SYSTEMS = ("dure.federated.", "dure.split.")
+_OWN_SYSTEMS = [name for name, each in SYSTEMS.items() if each.module.startswith(_CLIENT_SYSTEMS)]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT]?)B")
 _FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
