@@ -208,11 +208,11 @@ def test_a_server_has_no_memory_that_it_has_freed() -> None:
 @pytest.mark.parametrize(
     ("elsewhere", "strategy", "way"),
     [
-        (False, dure.FedAvg, "memory_kept"),
-        (True, dure.FedAvg, "memory_returned"),
+        (False, dure.FedAvg, "keep_freed_memory"),
+        (True, dure.FedAvg, "return_freed_memory"),
         # Its server trains the tail.
-        (True, dure.SplitLearning, "memory_kept"),
-        (True, dure.SplitFed, "memory_kept"),
+        (True, dure.SplitLearning, "keep_freed_memory"),
+        (True, dure.SplitFed, "keep_freed_memory"),
     ],
 )
 def test_whether_memory_is_kept_follows_from_where_the_model_is_trained(
@@ -231,7 +231,7 @@ def test_whether_memory_is_kept_follows_from_where_the_model_is_trained(
     def ends(job, place):
         raise EndedError
 
-    for name in ("memory_kept", "memory_returned"):
+    for name in ("keep_freed_memory", "return_freed_memory"):
         monkeypatch.setattr(drive, name, lambda name=name: noted(name))
     monkeypatch.setattr(drive, "_drive", ends)
     place = types.SimpleNamespace(network=(lambda federation: None) if elsewhere else None)

@@ -539,8 +539,8 @@ def test_data_is_decoded_in_one_place_which_asks() -> None:
     # Where nobody asks, `find` follows all: a text in an argument is the user's own.
     entered = [
         file
-        for file, tree in sources("followed_as")
+        for file, tree in sources("following_references")
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and "followed_as" in ast.unparse(node.func)
+        if isinstance(node, ast.Call) and "following_references" in ast.unparse(node.func)
     ]
     assert entered == ["run/registry.py"]

@@ -301,7 +301,7 @@ def test_messages_that_are_not_due_are_refused_by_the_name_of_their_sender() -> 
         ("party 1", Activations(0, values[:7], True), r"party 1 sends .* \[7, 4\] and .* 8 ex"),
         ("party 1", Activations(3, values, True), "party 1 sends activations of step 4"),
         ("party 2", Activations(0, values, True), "server is told Activations by party 2"),
-        ("party 1", BeginStep(0), "server is told Step by party 1"),
+        ("party 1", BeginStep(0), "server is told BeginStep by party 1"),
     ]:
         with pytest.raises(ValueError, match=said):
             holder.receive(sender, message, 0.0)
@@ -310,7 +310,7 @@ def test_messages_that_are_not_due_are_refused_by_the_name_of_their_sender() -> 
         holder.receive("party 1", Activations(0, values, True), 0.0)
     with pytest.raises(ValueError, match="party 1 is sent gradients of step 1"):
         member.receive("server", ActivationGradients(0, values), 0.0)
-    with pytest.raises(ValueError, match="party 1 is told Step by party 0"):
+    with pytest.raises(ValueError, match="party 1 is told BeginStep by party 0"):
         member.receive("party 0", BeginStep(0), 0.0)
     with pytest.raises(ValueError, match="party 1 is told to begin step 3"):
         member.receive("server", BeginStep(2), 0.0)

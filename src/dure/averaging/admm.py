@@ -162,7 +162,7 @@ class ADMMLearner(Learner):
     """ADMM on a rank: x in the replica, z in `consensus`, u in `duals`."""
 
     unit = "round"
-    parted = True
+    rank_state_differs = True
     units_per_epoch = 1
 
     def __init__(self, task: Task, place: RankContext, seed: int, strategy: ADMM) -> None:

@@ -128,7 +128,7 @@ class LocalSGDLearner(Learner):
     """
 
     unit = "round"
-    parted = True
+    rank_state_differs = True
     resizes = True  # an additional rank takes the optimizer state of a rank of the checkpoint
 
     def __init__(self, task: Task, place: RankContext, seed: int, strategy: LocalSGD) -> None:

@@ -202,7 +202,7 @@ class ParallelSGDLearner(Learner):
     """Parallel SGD on a rank. `combined` is the model that is evaluated and returned."""
 
     unit = "round"
-    parted = True
+    rank_state_differs = True
     units_per_epoch = 1
 
     def __init__(self, task: Task, place: RankContext, seed: int, strategy: ParallelSGD) -> None:

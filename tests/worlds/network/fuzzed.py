@@ -124,7 +124,7 @@ class Target:
             number: (
                 *(seat.name, seat.examples, seat.held_out, seat.here, seat.missing),
                 *(seat.train, dict(seat.outcomes), seat.measure, list(seat.sent)),
-                *(seat.say, seat.lies, seat.answered),
+                *(seat.say, seat.uploaded_answer, seat.answered),
             )
             for number, seat in sorted(self.desk.seats.items())
         }

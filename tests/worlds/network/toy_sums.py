@@ -41,7 +41,7 @@ def install(notes: Path, patch: Callable[[object, str, Any], object] = setattr) 
     def fold(server: FederatedServer, tickets: Sequence[int]) -> None:
         adds_up(server, tickets, notes)
 
-    patch(builders, "Federation", holds)
+    patch(builders, "FederationSpec", holds)
     patch(FederatedServer, "_fold", fold)
 
 

@@ -223,7 +223,7 @@ class HogwildLearner(SingleLearner):
     """Workers of this process: all workers in a world of threads, one in a process."""
 
     unit = "round"
-    parted = True
+    rank_state_differs = True
 
     def __init__(self, task: Task, place: RankContext, seed: int, strategy: Hogwild) -> None:
         super().__init__(task, place, seed, strategy.batch_size)

@@ -384,7 +384,7 @@ class ParallelLearner(Learner):
     """
 
     unit = "step"
-    parted = True
+    rank_state_differs = True
     resizes = True
     by_parts = True
     averages_parts = True

@@ -214,7 +214,9 @@ def test_what_is_said_is_read_as_it_was_written() -> None:
     of = context(4)
     for asked, answers in recorded(True).values():
         for body in (*asked.values(), *answers.values()):
-            (kind,) = (one for one in KINDS if one.__name__ == msgspec.msgpack.decode(body)[0])
+            (kind,) = (
+                one for one in KINDS if one.__struct_config__.tag == msgspec.msgpack.decode(body)[0]
+            )
             assert to_body(from_body(body, kind)) == body
     assert from_body(to_body(Offer(of)), Offer).context == of
     assert {ADVERTISE, SHARE, MASK, CONFIRM, UNMASK} == set(recorded(True))
