@@ -69,3 +69,13 @@ def test_docstrings_name_what_they_describe() -> None:
             words.update(re.findall(r"[a-z']+", text.lower()))
     for word in RARE:
         assert 1000 * words[word] < PER_THOUSAND * words.total(), word
+
+
+def test_a_class_name_occurs_once() -> None:
+    classes = Counter(
+        node.name
+        for file in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in classes.items() if count > 1] == []
