@@ -12,12 +12,12 @@ sum over the ranks, bit-identical on all of them. The message has these parts:
 
 The trailer has these fields, for N ranks:
 
-    control_flags     of rank 0        control flags: stop, or write a checkpoint
-    loss     of each rank     its share of the round's mean loss
-    arrival  of each rank     the time when it sent the message; earlier ranks are idle
-    changed  of each buffer   for the b buffers that are not floating-point: whether rank 0 has
-                              changed it; rank 0 then broadcasts the changed buffers
-    numbers  e of them        further numbers of the strategy, which are summed
+    control_flags   of rank 0        control flags: stop, or write a checkpoint
+    loss            of each rank     its share of the round's mean loss
+    arrival         of each rank     the time when it sent the message; earlier ranks are idle
+    changed         of each buffer   for the b buffers that are not floating-point: whether rank 0
+                                     has changed it; rank 0 then broadcasts the changed buffers
+    numbers         e of them        further numbers of the strategy, which are summed
 
 A round therefore has d + f + S·d + 1 + 3N + b + e elements (`elements_in_message`). With a
 compression the bodies are sent compressed, before the rest.

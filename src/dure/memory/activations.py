@@ -1,7 +1,7 @@
 """A model's activations: tensors that autograd saves in forward for backward.
 
     saved_bytes(model, inputs)      bytes of all activations
-    observed(model, inputs)         by module, with the inputs and outputs of each call
+    observe_call(model, inputs)     by module, with the inputs and outputs of each call
 
 Each storage counts once, with its whole size, because a view keeps all of it alive. Parameters and
 buffers do not count, because they exist in any case; the inputs count if an operation saves them.

@@ -7,10 +7,10 @@ steps needs memory for the whole model.
     model = in_files(make)       created with the same draws; its large tensors are in files
     model = unless_small(make)   the same in a process that is no rank: in memory, if the model is
                                  much smaller than free memory
-    with beside(model): …        tensors created from such a model are in files as well: copies,
+    with in_files_like(model):   tensors created from such a model are in files as well: copies,
                                  gradients, the parts of its layers
-    with through(model): …       a pass over it; its parameters leave memory after use
-    bring(part)                  a rank's own part moves to memory, tensor by tensor
+    with releasing_pass(model):  a pass over it; its parameters leave memory after use
+    move_to_memory(part)         a rank's own part moves to memory, tensor by tensor
 
 With a model of W bytes of which a rank has the N-th part, the rank has
 

@@ -1,8 +1,8 @@
 """Peak memory of tensors during a computation.
 
-    with Live() as live:        every storage that is created inside counts from its first tensor to
-        step()                  its last
-    live.peak                   bytes
+    with LiveStorages() as live:    every storage that is created inside counts from its first
+        step()                      tensor to its last
+    live.peak                       bytes
 
 Only results of operations are seen. Temporary memory inside a kernel is not.
 """

@@ -1,13 +1,14 @@
 """Memory-mapped tensors in files on a disk, which may be larger than memory.
 
-    with mapped(Disk()) as disk:       every large tensor that is created inside is in a file
+    with mapped(Disk()) as disk:           every large tensor that is created inside is in a file
         model = make_model()
-    ahead(model.parameters())          read pages ahead, during another computation
-    release(model.parameters())        let pages leave memory; the values stay
-    with passing():                    tensors that are used inside leave memory again
+    read_pages_ahead(model.parameters())   read pages ahead, during another computation
+    release_pages(model.parameters())      let pages leave memory; the values stay
+    with releasing_used_pages():           tensors that are used inside leave memory again
         model(inputs)
-    view(file, offset, shape, dtype)   a tensor in a given file, such as a checkpoint: writes stay
-                                       in memory
+    mapped_view(file, offset, shape, dtype)
+                                           a tensor in a given file, such as a checkpoint: writes
+                                           stay in memory
 
 All computations have the same bits: only the location of a tensor differs. The system writes pages
 in the background, and reads pages on access. Pages count as memory of the process while they are

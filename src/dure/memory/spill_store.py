@@ -33,7 +33,7 @@ class SpillStore:
         self._length = 0
 
     def place(self, form: TensorMeta) -> Leaf:
-        """Return memory for a tensor, zeros until its values are set (`on_disk.put`)."""
+        """Return memory for a tensor, zeros until its values are set."""
         size = torch.Size(form.shape)
         nbytes = size.numel() * form.kind.itemsize
         file = self._opened() if self._least is not None and nbytes >= self._least else None

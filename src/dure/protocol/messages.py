@@ -1,16 +1,16 @@
 """Messages between a federated server and its clients, and their direction.
 
-    clients -> server    JoinMessage        numbers of examples of the clients
-    server -> client     Assignment  train from these weights
-    client -> server     Update      difference of the weights after training
-    server -> client     ProtocolStep         a step of a protocol on updates that stay at the
-    clients client -> server     ProtocolAnswer      answer to a ProtocolStep
-    server -> clients    UpdateOutcomes     updates that made the new model, and updates that did
-    not count server -> client     Refuse      an update does not count, with the reason
-    server -> clients    EvaluationRequest     evaluate this model on held-out examples
+    clients -> server    JoinMessage          numbers of examples of the clients
+    server -> client     Assignment           train from these weights
+    client -> server     Update               difference of the weights after training
+    server -> client     ProtocolStep         a step of a protocol on updates that stay at clients
+    client -> server     ProtocolAnswer       answer to a ProtocolStep
+    server -> clients    UpdateOutcomes       updates that are in the new model, and those that are not
+    server -> client     Refuse               an update does not count, with the reason
+    server -> clients    EvaluationRequest    evaluate this model on held-out examples
     clients -> server    EvaluationResults    metrics, and numbers of examples
-    server -> clients    PersonalisedRequest         request for the personalised part of the model
-    clients -> server    PersonalisedMean        mean of the clients' personalised parts
+    server -> clients    PersonalisedRequest  request for the personalised part of the model
+    clients -> server    PersonalisedMean     mean of the clients' personalised parts
 
 No other data pass between server and clients. Weights and updates are lists of flat tensors, one
 per dtype of the model (`dure.tensors.flat`); buffers are in the order of the model. Every

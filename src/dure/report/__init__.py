@@ -1,9 +1,9 @@
 """Reports: `write_report` makes a self-contained `report.html` from run folders.
 
-    read.py     folder -> dataclasses; tolerates missing and half-written files of a killed run
-    words.py    numbers and names in readable form
-    charts.py   dataclasses -> data of the charts, as plain JSON
-    page.py     the HTML around it: header, table, time bars, footer
+    read.py        folder -> dataclasses; tolerates missing and half-written files of a killed run
+    formatting.py  numbers and names in readable form
+    charts.py      dataclasses -> data of the charts, as plain JSON
+    page.py        the HTML around it: header, table, time bars, footer
     style.css, page.js    appearance; drawing, switching, sorting, in the reader's browser
 
 plotly.js and all data are inside the file: the page opens without a network and sends no request.

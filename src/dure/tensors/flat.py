@@ -147,7 +147,7 @@ class FlatParameters:
         self.buffers = []
 
     def take_memory(self) -> None:
-        """Allocate memory again after `let_go`. The weights are uninitialised."""
+        """Allocate memory again after `release`. The weights are uninitialised."""
         for group in () if self.buffers else self._groups:
             count = sum(parameter.numel() for parameter in group)
             buffer = torch.empty(count, dtype=group[0].dtype, device=group[0].device)

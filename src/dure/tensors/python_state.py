@@ -4,9 +4,10 @@ A trace contains the computation from parameters, buffers and inputs. State that
 elsewhere, such as a flag, a counter, a list or a hidden state, is frozen in the trace at the value
 of the time of tracing.
 
-    first = kept_by(model)      after a pass
-    again = kept_by(model)      after the same pass once more, from the same buffers, inputs, draws
-    first_change(first, again)  the name of the first value that the second pass has changed
+    first = python_state_of(model)  after a pass
+    again = python_state_of(model)  after the same pass once more, from the same buffers, inputs,
+                                    draws
+    first_change(first, again)      the name of the first value that the second pass has changed
 
 A value that depends on the inputs alone, such as an attention map kept for inspection or a cache
 filled by the first pass, is equal after both passes. A value that counts, grows, flips or remembers

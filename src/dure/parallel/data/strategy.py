@@ -9,13 +9,13 @@ The d gradients travel in buckets during backward (`dure.parallel.data.reducer`)
 all-reduce. The last bucket carries a trailer (`dure.collectives.trailer`), so that a step has no
 other message. The trailer has the numbers that all ranks have to agree on:
 
-    control_flags      of rank 0           control flags: stop, or write a checkpoint
-    loss      of each rank        its share of the mean loss
-    count     of all ranks        the loss's denominator, if the loss only returns it when computed
-    arrival   of each rank        the time when it sent the last message; earlier ranks are idle
-    before    of each rank        seconds from its start of each earlier message to that time
-    changed   for each buffer     whether rank 0's forward pass has changed it
-    used      for each parameter  how many ranks have a gradient of it
+    control_flags   of rank 0           control flags: stop, or write a checkpoint
+    loss            of each rank        its share of the mean loss
+    count           of all ranks        the loss's denominator, if known only after forward
+    arrival         of each rank        the time of its last message; earlier ranks are idle
+    before          of each rank        seconds from its start of each earlier message to that time
+    changed         for each buffer     whether rank 0's forward pass has changed it
+    used            for each parameter  how many ranks have a gradient of it
 
 With `accumulate` = k each rank computes its part in k micro-batches and sums once: less memory, the
 same gradient. Clipping (`Task.clip_norm`) uses the norm of the joint gradient, which all ranks

@@ -83,7 +83,7 @@ def costs_of(trace: ModelTrace, balance: Balance, inputs: Sequence[Any]) -> Cost
 
 
 def crossing_bytes(trace: ModelTrace) -> list[int]:
-    """Return for each position in `trace.moving` the bytes made before and used from there on."""
+    """Return the bytes made before and used after each position in `trace.stage_operations`."""
     place = {node: index for index, node in enumerate(trace.stage_operations)}
     last: dict[fx.Node, int] = {}
     for node in trace.stage_operations:
@@ -111,7 +111,7 @@ def crossing_bytes(trace: ModelTrace) -> list[int]:
 
 
 def inside_divided(trace: ModelTrace) -> list[bool]:
-    """Return for each position in `trace.moving` whether a cut there is inside a divided region."""
+    """Return whether a cut is inside a divided region, for each position in `stage_operations`."""
     inside = []
     open_ = False
     for node in trace.stage_operations:

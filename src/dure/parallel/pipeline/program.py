@@ -49,8 +49,8 @@ class StageProgram:
 def stages_of(trace: ModelTrace, starts: Sequence[int]) -> dict[fx.Node, int]:
     """Return the stage of every operation that is not constant.
 
-    starts: the positions in `trace.moving` at which stages 1 … begin; a stage begins later if the
-    operations at that position are inseparable.
+    starts: the positions in `trace.stage_operations` at which stages 1 … begin; a stage begins
+    later if the operations at that position are inseparable.
     """
     stage_of: dict[fx.Node, int] = {}
     stage = 0

@@ -7,23 +7,23 @@
     clip_gradients(model, 1.0, group)
     optimizer.step()                              # of this rank's parameters
 
-    `division`    the slice of a parameter on each rank, as data
-    `buffers`       memory in which the ranks of a host sum
-    `functions`   communication between divided layers, with the derivative of each
-    `rng`       dropout that differs between ranks inside divided regions, and not outside
-    `divided`     the interface of divided layers, and the layers that can be divided
-    `layers`      linear layers divided by columns and by rows
-    `embedding`   embedding divided by columns
-    `vocabulary`  embedding, output layer and cross-entropy divided by symbols
-    `plan`        the entries of a plan
-    `changes`     entries that change modules without replacing them
-    `attributes`  integers of a module that a plan divides
-    `dividing`    division of a model from outside, by a plan
-    `tied`        parameters that several modules share stay shared
-    `proof`       comparison of a plan with the undivided model
+    `division`     the slice of a parameter on each rank, as data
+    `buffers`      memory in which the ranks of a host sum
+    `functions`    communication between divided layers, with the derivative of each
+    `rng`          dropout that differs between ranks inside divided regions, and not outside
+    `divided`      the interface of divided layers, and the layers that can be divided
+    `layers`       linear layers divided by columns and by rows
+    `embedding`    embedding divided by columns
+    `vocabulary`   embedding, output layer and cross-entropy divided by symbols
+    `plan`         the entries of a plan
+    `changes`      entries that change modules without replacing them
+    `attributes`   integers of a module that a plan divides
+    `dividing`     division of a model from outside, by a plan
+    `tied`         parameters that several modules share stay shared
+    `proof`        comparison of a plan with the undivided model
     `chain_plans` plans for chains of linear layers: by rows, by columns, alternating
-    `builtin_plans`       plans for models whose layers are known
-    `state`       the state dict of the whole model, and the norm of its gradient
+    `builtin_plans`   plans for models whose layers are known
+    `state`           the state dict of the whole model, and the norm of its gradient
 
 The strategy for `dure.train` is `dure.parallel.mesh.tensor_parallel`.
 

@@ -77,7 +77,7 @@ class TensorPlan:
 
     @property
     def plan(self) -> DivisionPlan:
-        """Plan for `parallelize`; `ready.plan_of` makes a plan by name for a model."""
+        """Plan for `parallelize`; `builtin_plans.plan_of` makes a plan by name for a model."""
         return dict(self.entries)
 
     @property

@@ -4,11 +4,12 @@ The joint batch is divided as in data parallelism (`dure.parallel.data.strategy`
 compute the same weights as one worker. Values that all ranks have to agree on travel in the trailer
 of a step's last message (`dure.collectives.trailer`, `dure.parallel.zero.gradient_reduction`):
 
-    control_flags      of rank 0        control flags: stop, or write a checkpoint
-    loss      of each rank     its share of the mean loss
-    count     of all ranks     the loss's denominator, if the loss only returns it when computed
-    arrival   of each rank     the time when it sent the last message; earlier ranks are idle
-    changed   for each buffer  whether rank 0's forward pass has changed it; a broadcast follows
+    control_flags   of rank 0        control flags: stop, or write a checkpoint
+    loss            of each rank     its share of the mean loss
+    count           of all ranks     the loss's denominator, if known only after forward
+    arrival         of each rank     the time of its last message; earlier ranks are idle
+    changed         for each buffer  whether rank 0's forward pass has changed it; a broadcast
+                    follows
 
 Evaluations gather units as a forward pass does. For checkpoints rank 0 collects the shares of all
 ranks in a file, a few million bytes at a time. The meter counts neither.

@@ -1,7 +1,7 @@
 """Port: connections of a process to others of its job, and the frames over them.
 
 Before sending to an unconnected process, a port connects to it if possible; both prove knowledge of
-the job's token (`greeting`). A broken connection is an event, `Disconnected`, not an error. Its
+the job's token (`handshake`). A broken connection is an event, `Disconnected`, not an error. Its
 undelivered messages are lost, and their senders retry. Data that cannot be sent at once wait in
 memory until the peer takes them: no operation waits for a peer, except a call for at most a second.
 

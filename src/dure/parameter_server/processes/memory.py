@@ -7,7 +7,7 @@ weights into the worker's pool.
     push    the worker's copy into its pool, and the server's reading       d bytes, once each
     pull    the server's copy into the worker's pool                        d bytes, once
 
-The module `rooms` tracks the free buffers of a worker's pool.
+The module `buffers` tracks the free buffers of a worker's pool.
 """
 
 from __future__ import annotations

@@ -1,21 +1,27 @@
 """Messages between processes, in addition to those of the state machines.
 
-leader -> worker   Grant     batches before this one may be begun worker -> leader   Ask
-request for parts; these parts are done leader -> worker   Deal      parts to do; none if there is
-no work now leader -> worker   Hold      begin nothing more until the next grant   (`holding`)
-worker -> leader   Held      batches and parts that are not begun worker -> leader   Report    all
-granted work is done; results since the last report leader -> any      Tell      request for
-counters any    -> leader   Account   counters since the start leader -> server   Save      request
-for a shard  (the answer is a Snapshot) leader -> worker   Keep      request for the residuals of
-compressed pushes worker -> leader   Unsent    residuals leader -> worker   Unsent    initial
-residuals, from a checkpoint any    -> leader   Failed    an error of the task leader -> any
-Leads     heartbeat leader -> any      Lost      the run has ended, since these ranks are lost
-leader -> any      Over      the run has ended
+    leader -> worker   WorkLease         batches before this one may be begun
+    worker -> leader   RequestWork       request for parts; these parts are done
+    leader -> worker   AssignWork        parts to do; none if there is no work now
+    leader -> worker   Drain             begin nothing more until the next lease
+    worker -> leader   Drained           batches and parts that are not begun
+    worker -> leader   Report            all leased work is done; results since the last report
+    leader -> any      RequestCounters   request for counters
+    any    -> leader   ProcessCounters   counters since the start
+    leader -> server   Save              request for a shard (answer: SerialisedSnapshot)
+    leader -> worker   SaveResiduals     request for the residuals of compressed pushes
+    worker -> leader   Residuals         residuals
+    leader -> worker   Residuals         initial residuals, from a checkpoint
+    any    -> leader   RankFailed        an error of the task
+    leader -> any      Heartbeat         the leader is alive
+    leader -> any      RankLost          the run has ended, since these ranks are lost
+    leader -> any      RunEnded          the run has ended
 
-Workers in a user's loop (`own_loop`) send in addition:
+Workers in a user's loop (`user_loop`) send in addition:
 
-worker -> leader   Leave     the worker is done, and every server has all its pushes (answer: Over)
-worker -> leader   Waits     the worker's pull has timed out
+    worker -> leader   LeaveRequest      the worker is done, and every server has all its pushes
+                                         (answer: RunEnded)
+    worker -> leader   PullTimeout       the worker's pull has timed out
 """
 
 from __future__ import annotations

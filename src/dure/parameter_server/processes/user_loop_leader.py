@@ -1,4 +1,4 @@
-"""Leader of workers in user-defined training loops (`own_loop`).
+"""Leader of workers in user-defined training loops (`user_loop`).
 
 This leader assigns no work, and there are no rounds: workers make any number of steps, and leave at
 any time. The leader monitors the nodes, distributes layouts, and ends when the last worker has

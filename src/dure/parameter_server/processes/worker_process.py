@@ -1,7 +1,7 @@
 """Process of a worker: pull, compute and push until the run ends.
 
-State machines (`worker`, `at_work`) determine the messages. A thread sends heartbeats, since a step
-may take any time.
+State machines (`worker`, `worker_node`) determine the messages. A thread sends heartbeats, since a
+step may take any time.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ between positions (Gram), and T·m·n if the example's gradient is formed. The c
 gradients are formed for a few examples at a time, and stored for the sum only if those of the batch
 have at most `HELD` elements.
 
-Norms are upper bounds (`way.norm_bounds`). The sum over examples forms its products again, with
-other rounding; each norm is increased by the bound of this difference, Σ_t ‖a_it‖ ‖e_it‖ times some
-units in the last place. The increase exceeds the last digits only if the products of an example
-cancel.
+Norms are upper bounds (`clipping.norm_bounds`). The sum over examples forms its products again,
+with other rounding; each norm is increased by the bound of this difference, Σ_t ‖a_it‖ ‖e_it‖ times
+some units in the last place. The increase exceeds the last digits only if the products of an
+example cancel.
 
 The sum over examples, each times its factor f_i, is then that of an ordinary backward pass with
 f_i·e_i in place of e_i: no second pass through the model is needed (book-keeping).

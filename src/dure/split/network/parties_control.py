@@ -3,8 +3,8 @@
     holder -> party    Resume: start again after so many steps, or with the alignment
     party  -> holder   Resumed: all further messages belong to that turn
     party  -> holder   Aligned: the party has saved the alignment
-    holder -> party    Keep: save the state after a step, to which all may have to return
-    party  -> holder   Kept: the state is on disk
+    holder -> party    SaveState: save the state after a step, to which all may have to return
+    party  -> holder   StateSaved: the state is on disk
     holder -> party    Evaluate: request for the head's output on test rows
     party  -> holder   Evaluated: that output, in evaluation
 

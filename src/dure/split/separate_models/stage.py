@@ -194,7 +194,7 @@ class ModuleStage:
         """Return a bit mask of the received values that may have gradients and got none.
 
         missed: bit mask of the sent values that got none. Call this after the backward pass and
-        before `let_go`.
+        before `release`.
         """
         lost = self.lost(missed)
         return sum(

@@ -1,9 +1,9 @@
 """Agreement of a site to a run, and the checks of every later message against it.
 
-    Welcome           describes the agreed run in every field, and the policy still allows it
-    Train             has a cohort as large as the policy requires, and a model of plausible size
-    EvaluationTask       has a model of plausible size
-    SayThis           occurs only in a run whose updates stay at their clients
+    Welcome          describes the agreed run in every field, and the policy still allows it
+    Train            has a cohort as large as the policy requires, and a model of plausible size
+    EvaluationTask   has a model of plausible size
+    SayThis          occurs only in a run whose updates stay at their clients
 
 The site stores the agreement (`ClientState.agree`) before it takes a place in the run. A malicious
 server may describe the run differently to an observer, to a training client and to a returning

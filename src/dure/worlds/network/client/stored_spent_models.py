@@ -1,6 +1,6 @@
 """`SpentModels` of a single client, stored in its folder, so that the list survives the process.
 
-The client's index stores the last answers, and `spent` the file of digests.
+The client's index stores the last answers, and `spent-models` the file of digests.
 """
 
 from __future__ import annotations

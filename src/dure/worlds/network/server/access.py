@@ -21,7 +21,7 @@ taken: for demonstrations and a single machine. The mode `invited` requires an i
 clients, both modes enrol only these clients, each with its number on the roster.
 
 This module does not read the body. Its digest is signed, and the reader of the body compares the
-digest (`calls`).
+digest (`client_requests`).
 """
 
 from __future__ import annotations

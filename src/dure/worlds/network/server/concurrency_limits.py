@@ -1,8 +1,8 @@
 """Limits on concurrent requests of a client, or of unknown senders.
 
-The route bounds the memory of a request (`calls.MOST_OF`); the memory of all requests is bounded by
-that number times these limits. A request beyond a limit gets 429, and counts against nobody: a
-client with a broken connection cannot know that its earlier requests still wait.
+The route bounds the memory of a request (`client_requests.MOST_OF`); the memory of all requests is
+bounded by that number times these limits. A request beyond a limit gets 429, and counts against
+nobody: a client with a broken connection cannot know that its earlier requests still wait.
 """
 
 from __future__ import annotations

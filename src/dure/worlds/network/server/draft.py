@@ -1,6 +1,6 @@
 """Draft of a sum: its partial result, for a server that is killed before the sum is complete.
 
-    NUMBER.safetensors    a tree (`trees.py`)        NUMBER.sha256    its digest
+    NUMBER.safetensors    a tree (`tree_files.py`)   NUMBER.sha256    its digest
 
 The draft has its own folder next to the results computed once, and belongs to the single number in
 progress. The journal does not name it: the next process of the server uses it, and it is deleted

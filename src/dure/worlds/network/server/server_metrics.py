@@ -5,7 +5,7 @@ process and start at 0, as Prometheus expects; events applied again after a rest
 twice. Lines go to the logger `dure.server.events`, each with its fields.
 
 Any stranger who reaches the port can cause refusals. Refusals of the same kind therefore get at
-most `sparing.MOST_LINES` lines per minute; the next line states the number of omitted lines.
+most `log_rate_limit.MOST_LINES` lines per minute; the next line states the number of omitted lines.
 """
 
 from __future__ import annotations
