@@ -5,7 +5,7 @@
     client -> server     Update               difference of the weights after training
     server -> client     ProtocolStep         a step of a protocol on updates that stay at clients
     client -> server     ProtocolAnswer       answer to a ProtocolStep
-    server -> clients    UpdateOutcomes       updates that are in the new model, and those that are not
+    server -> clients    UpdateOutcomes       updates in the new model, and those left out
     server -> client     Refuse               an update does not count, with the reason
     server -> clients    EvaluationRequest    evaluate this model on held-out examples
     clients -> server    EvaluationResults    metrics, and numbers of examples
