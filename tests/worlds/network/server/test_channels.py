@@ -31,12 +31,12 @@ def test_frames_go_both_ways_whole_and_in_order(served: Any) -> None:
     with opened(served, client(served)) as channel:
         channel.allow(4_000_000)
         channel.say([b"hello"])
+        # The server accepts long frames after the first message.
+        assert events(served, 1) == [ClientConnected(0, b"hello")]
         frames = [b"", b"one", bytes(3_000_000)]
         for frame in frames:
             channel.say([frame[:1], memoryview(frame)[1:]])
-        came, *said = events(served, 4)
-        assert came == ClientConnected(0, b"hello")
-        assert said == [ClientFrame(0, frame) for frame in frames]
+        assert events(served, 3) == [ClientFrame(0, frame) for frame in frames]
         for frame in frames:
             served.channels.say(0, [frame])
         assert [bytes(channel.next(SECONDS)) for _ in frames] == frames
