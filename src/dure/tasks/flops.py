@@ -56,7 +56,7 @@ def forward_flops(model: nn.Module, inputs: Any) -> float:
         if isinstance(layer, nn.RNNBase)
     ]
     try:
-        # left_out: nothing is compiled here, so the compiler need not be loaded.
+        # deferred_compiler: nothing is compiled here, so the compiler need not be loaded.
         with (
             deferred_compiler(),
             without_compilation(model),

@@ -295,10 +295,10 @@ class NativeHost(Host):
         self._all_reduce = core.core_all_reduce  # looked up once, for the most frequent call
 
     def _tick_for_c(self, waited: float) -> int:
-        """Return whether to continue waiting, in `resumed_limits` as well: see core.h."""
+        """Return whether to continue waiting, in `goes_on` as well: see core.h."""
         if self.tick(waited):
             return 0
-        # Last: if a signal handler raises anywhere above, `resumed_limits` stays 0 and the wait
+        # Last: if a signal handler raises anywhere above, `goes_on` stays 0 and the wait
         # ends. ctypes drops the handler's exception and ignores the return value.
         self._interpreter.goes_on = 1
         return 1
