@@ -208,7 +208,15 @@ def staleness_table(rows: list[dict[str, Any]]) -> str:
             ]
         )
     return table(
-        ["data", "staleness up to", "mixing", "accuracy, %", "swings before", "swings", "worst, %"],
+        [
+            "data",
+            "staleness up to",
+            "mixing",
+            "accuracy, %",
+            "swings before",
+            "swings",
+            "lowest, %",
+        ],
         cells,
     )
 

@@ -575,11 +575,11 @@ def describe(result: JSON, page: Path) -> None:
 
     sent = [
         "system",
-        "what travels",
+        "content",
         "elements that a worker sends",
         "MB a worker",
-        "the busiest",
-        "of the formula",
+        "MB of the busiest",
+        "counted over formula",
     ]
     times = [
         "system",

@@ -494,7 +494,7 @@ def describe(result: dict[str, Any], page: Path) -> None:
             "operations",
             "seconds",
             "µs an example",
-            "seeds there",
+            "seeds that reached the target",
         ]
         blocks[f"{one['task']}-costs"] = table(head, rows)
         fitted = one["fit"]

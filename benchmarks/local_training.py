@@ -391,14 +391,14 @@ def write_page(result: dict[str, Any], page: Path) -> None:
     parts = [
         f"{result['cores']} cores, {gpu}, torch {result['torch']}; medians and quartiles of "
         f"{result['repetitions']} "
-        "repetitions in which all ways take turns. A batch's time is that of training alone, "
-        "divided by what was "
-        "trained on; a way is compared with the plain loop on one thread of the same repetition."
+        "repetitions in which all ways take turns. The time of a batch is the time of training "
+        "alone, for the examples of a single batch; each way is compared with the plain loop on "
+        "one thread of the same repetition."
     ]
     for case in result["cases"]:
         parts += [f"**{case['case']}**, {case['parameters']:,} parameters:", table(case)]
     first = result["cases"][-1]
-    parts += [f"What each worker does in a step of **{first['case']}**:", loads(first)]
+    parts += [f"Work of each worker in a step of **{first['case']}**:", loads(first)]
     if result["torch_nn_data_parallel"] == NO_PEER:
         parts.append("torch.nn.DataParallel has no row: it divides batches over GPUs only.")
     text = page.read_text()

@@ -383,7 +383,7 @@ def describe(
                 ["stragglers", "staleness", "seconds", "times faster", "loss at the end", IDLE],
                 second,
             ),
-            "links": table(["workers", "servers", "seconds a step", "of links alone", IDLE], third),
+            "links": table(["workers", "servers", "seconds a step", "links alone, s", IDLE], third),
         },
     )
 

@@ -206,7 +206,7 @@ def words(travels: JSON) -> str:
 
 def cells(rows: list[JSON]) -> str:
     head = ["chain, ranks, plan", "forward", "backward", "MB sent a step", "MB of weights a rank"]
-    head += ["ms a step", "one thread over it"]
+    head += ["ms a step", "speed-up over one thread"]
     lines = []
     for row in rows:
         for name, one in row["plans"].items():

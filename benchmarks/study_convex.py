@@ -273,7 +273,7 @@ def describe(studies: list[dict[str, Any]], page: Path) -> None:
         "excess loss",
         "test accuracy",
         "kB a worker",
-        "of these examples",
+        "kB of examples",
         "shuffle",
         "training",
     ]

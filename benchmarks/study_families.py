@@ -408,10 +408,10 @@ def virtual(row: ROW) -> str:
 def families_table(rows: Sequence[ROW]) -> str:
     head = [
         "system",
-        "what travels",
+        "messages",
         "accuracy",
         "sent a worker",
-        "of it in a pass",
+        "sent a worker and pass",
         f"passes until {GOAL:.0%}",
         "sent until then",
         "time here",
@@ -437,8 +437,8 @@ def families_table(rows: Sequence[ROW]) -> str:
 
 
 def skew_table(rows: Sequence[ROW]) -> str:
-    head = ["data of clients", "FedAvg", "its worst tenth", "FedAsync", "each alone, own data"]
-    head += ["mean of those models"]
+    head = ["data of clients", "FedAvg", "FedAvg, worst tenth", "FedAsync"]
+    head += ["each alone, own data", "mean of those models"]
     return table(
         head,
         [
@@ -457,7 +457,8 @@ def skew_table(rows: Sequence[ROW]) -> str:
 
 def clients_table(rows: Sequence[ROW]) -> str:
     head = ["clients", "examples each", "FedAvg", "each alone", "a round", "a round, server's link"]
-    head += ["sent in all", "data in all", "their upload", "joules", "of uploading", "break-even"]
+    head += ["sent in all", "data in all", "their upload", "joules"]
+    head += ["joules of uploading", "break-even"]
     body = []
     for row in rows:
         cost = row["cost"]
@@ -547,7 +548,7 @@ def describe(found: Mapping[str, list[ROW]], page: Path) -> None:
     blocks = {name: tables[name](rows) for name, rows in found.items()}
     if refused:
         said = [[f"`{words}`", system] for words, system in refused.items()]
-        blocks["refused"] = table(["what is said", "first by"], said)
+        blocks["refused"] = table(["message", "first refused by"], said)
     fill(page, blocks)
 
 

@@ -208,14 +208,17 @@ def thread_rows(device: torch.device, asked: argparse.Namespace) -> list[JSON]:
     task = task_of(asked.examples)
     batch = asked.batch
     rows = [
-        {"who": "one worker, CPU", "rate": rate(task, dure.SingleWorker(batch), None, asked.rounds)}
+        {
+            "setup": "one worker, CPU",
+            "rate": rate(task, dure.SingleWorker(batch), None, asked.rounds),
+        }
     ]
     alone = dure.SingleWorker(batch, device=device.type)
-    rows.append({"who": f"one worker, {device}", "rate": rate(task, alone, None, asked.rounds)})
+    rows.append({"setup": f"one worker, {device}", "rate": rate(task, alone, None, asked.rounds)})
     for threads in powers(available_cores()):
         world = dure.Threads(threads, (str(device),))
         several = rate(task, dure.DataParallel(batch), world, asked.rounds)
-        rows.append({"who": f"{threads} threads, {device}", "rate": several})
+        rows.append({"setup": f"{threads} threads, {device}", "rate": several})
         show(f"{threads} threads: {several:,.0f} examples/s")
     return rows
 
@@ -297,7 +300,7 @@ def rate_cells(rows: list[JSON], name: str) -> str:
 def alone_cells(found: JSON) -> str:
     several = ", ".join(found["collectives"])
     return (
-        f"{found['backend']}: {several} give what they got. An all-reduce of 4 MiB by one rank "
+        f"{found['backend']}: {several} return their input. An all-reduce of 4 MiB by one rank "
         f"takes {found['all_reduce_of_4_mib_us']:.0f} µs."
     )
 
@@ -339,7 +342,7 @@ def main() -> None:
     found = measured(device, asked)
     blocks = {
         "layers": layer_cells(found["layers"]),
-        "threads": rate_cells(found["threads"], "who"),
+        "threads": rate_cells(found["threads"], "setup"),
         "loaders": rate_cells(found["loaders"], "loaders"),
         "alone": alone_cells(found["alone"]),
     }

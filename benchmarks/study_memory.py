@@ -143,8 +143,8 @@ def row_of(name: str, asked: argparse.Namespace) -> JSON:
 
 
 def cells(rows: list[JSON]) -> str:
-    head = ["system", "ranks", "peak of a rank, MB", "of it for the model, MB", "formula, MB"]
-    head += ["over the formula", "over the weights"]
+    head = ["system", "ranks", "peak of a rank, MB", "memory of the model, MB", "formula, MB"]
+    head += ["model over formula", "model over weights"]
     lines = []
     for row in rows:
         said = row["formula"]

@@ -1,4 +1,4 @@
-"""The table of docs/features.md: which system does what a task asks of training, and what not."""
+"""The table of docs/features.md: the training options that each system supports or refuses."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def refusals(strategy: Strategy, part: Part) -> dict[Kind, str]:
 
 
 HABITS = ("schedule", "frozen", "validation", "early stopping", "resume")
-"""What every system does; `tests/test_features_run.py` has each of them do it."""
+"""Features of every system; `tests/test_features_run.py` runs each feature with each system."""
 
-NO_SET = "over a network it is measured on its clients' own data, and has no validation set"
-OTHER_BITS = "it goes on, and two runs of it never have the same bits, resumed or not"
+NO_SET = "over a network the metrics come from the clients' own data, without a validation set"
+OTHER_BITS = "the run resumes, but two runs never have the same bits, resumed or not"
 
 
 class _Notes:

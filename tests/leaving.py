@@ -1,7 +1,7 @@
 """The table of docs/privacy.md: every field of every message by which something leaves a site.
 
-The rows are made of the types of the messages, so that a new field cannot be forgotten: the test of
-the page fails until somebody says here, in words, what it tells.
+The rows follow from the types of the messages, so that no field can be forgotten: the test of the
+page fails until this file describes the content of a new field.
 
     python tests/leaving.py      writes the table into the page
 """
@@ -19,148 +19,153 @@ from dure.wire import requests
 PAGE = Path(__file__).parents[1] / "docs" / "privacy.md"
 BEGIN, END = "<!-- leaving -->\n", "<!-- /leaving -->"
 
-_NUMBERS = "numbers that say to which round, turn, step or question a message belongs"
+_NUMBERS = "numbers that identify the round, turn, step or question of a message"
 
 LEAVES: dict[str, dict[type, dict[str, str]]] = {
     "any system, when a site enrols": {
         requests.Enrol: {
             "token": "the invitation, once",
-            "key, proof": "its public key, and a proof of the private one",
-            "name": "the name by which it wants to be known",
-            "wants": "the number that it would have",
+            "key, proof": "the site's public key, and a proof of the private key",
+            "name": "the requested name",
+            "wants": "the requested number",
         }
     },
     "any system, when a site checks in": {
         requests.CheckIn: {
-            "version, looks": "the version of the protocol; whether it only looks",
-            "name": "its name",
-            "examples, held_out": "how many examples it trains on and holds out (1 and 0 under "
-            "secure aggregation)",
-            "wants": "the number that it would have",
-            "smallest_cohort": "the fewest clients in a new model that it asks for",
+            "version, looks": "the version of the protocol; whether the site only observes the run",
+            "name": "the site's name",
+            "examples, held_out": "the numbers of training examples and of held-out examples (1 "
+            "and 0 under secure aggregation)",
+            "wants": "the requested number",
+            "smallest_cohort": "the smallest number of clients in a new model that the site "
+            "accepts",
             "trains, machine": "the next two rows",
         },
         requests.TaskDescription: {
-            "forms, buffers": "names, shapes and dtypes of the tensors that are trained",
+            "forms, buffers": "names, shapes and dtypes of the trained tensors",
             "frozen, frozen_bytes": "SHA-256 and size of weights that are not trained",
-            "loss, optimizer, metrics": "what they are called",
-            "features": "names of features, where the task has them",
+            "loss, optimizer, metrics": "their names",
+            "features": "names of features, if the task has names",
             "asks": "settings of training, such as clip_norm",
         },
         requests.Machine: {
             "torch, capability, engine, threads": "versions, the kind of processor, threads"
         },
     },
-    "federated, while the run goes on": {
-        requests.NextRequest: {"confirmed": "that it is there; updates whose outcome it has noted"},
-        requests.WatchRequest: {"ticket": "that it is at work"},
+    "federated, during the run": {
+        requests.NextRequest: {
+            "confirmed": "that the site is connected; updates whose outcome the site has recorded"
+        },
+        requests.WatchRequest: {"ticket": "that the site is at work"},
         requests.UploadRequest: {
             "ticket, asking": _NUMBERS,
             "bytes, digest": "size and SHA-256 of the update; **its tensors follow**: changes of "
-            "weights, buffers as they are after training, and what the algorithm sends besides",
-            "examples, samples, steps": "how many examples it has, has processed, and steps",
-            "loss, counted": "the mean loss, and how much the loss counted",
-            "seconds": "how long training took",
-            "metrics": "numbers that a training loop of one's own gives",
-            "failure": "why there is no update, as one of five fixed texts",
+            "weights, buffers after training, and additional values of the algorithm",
+            "examples, samples, steps": "the numbers of the site's examples, of processed "
+            "examples, and of steps",
+            "loss, counted": "the mean loss, and the count of the loss",
+            "seconds": "the duration of training",
+            "metrics": "numbers that a custom training loop returns",
+            "failure": "the reason for a missing update, as one of five fixed texts",
         },
         requests.TrainingFailure: {
             "ticket": _NUMBERS,
-            "kind, file, line": "type of an error of its own code, name of the file, line",
-            "message": "what the error says; only with `share_errors = true`",
+            "kind, file, line": "type of an error of the site's own code, name of the file, line",
+            "message": "the text of the error; only with `share_errors = true`",
         },
         requests.EvaluationReport: {
             "round": _NUMBERS,
-            "values, sums, forms": "metrics on held-out examples, and the sums that make them",
-            "examples": "how many examples each metric was measured on",
-            "failure": "why something was not measured",
+            "values, sums, forms": "metrics on held-out examples, and the sums behind the metrics",
+            "examples": "the number of examples of each metric",
+            "failure": "the reason for a missing metric",
         },
     },
     "federated under secure aggregation, instead of updates and measurements": {
-        requests.UpdateReady: {"ticket": "that its update is ready"},
+        requests.UpdateReady: {"ticket": "that the site's update is ready"},
         requests.ProtocolAnswerBody: {
             "ticket, stage, asking": _NUMBERS,
-            "body": "its part of the protocol: the rows below",
-            "failure": "the type of the error by which its code left the protocol",
+            "body": "the site's part of the protocol: the rows below",
+            "failure": "the type of the error that ended the protocol at the site",
         },
         sums.Advertised: {"channel, mask, signature": "public keys of this sum, signed"},
         sums.SharesForNeighbours: {
-            "commitment": "a hash of its secrets",
-            "shares": "shares of them, sealed for other clients, and hashes of these",
+            "commitment": "a hash of the site's secrets",
+            "shares": "shares of the secrets, sealed for other clients, and hashes of the shares",
         },
         sums.Masked: {
-            "unfit": "whose shares did not open; **its masked vector follows**, random numbers to "
-            "whoever has not the masks"
+            "unfit": "the clients whose shares did not open; **the site's masked vector follows**, "
+            "random numbers to any reader without the masks"
         },
-        sums.Confirmed: {"signature": "that it has seen the same list of clients"},
-        sums.Unmasked: {"survivors, lost": "shares that undo masks of the sum"},
-        sums.ModelSpent: {"": "that it contributes to no other sum of this model"},
+        sums.Confirmed: {"signature": "that the site has seen the same list of clients"},
+        sums.Unmasked: {"survivors, lost": "shares that remove masks from the sum"},
+        sums.ModelSpent: {"": "that the site contributes to no other sum of this model"},
     },
     "split learning": {
         control.Hello: {
-            "examples, tests": "how many examples it trains and measures on",
-            "member": "its public keys and its name",
-            "digest": "SHA-256 of the weights with which it begins",
-            "joins, form, targets, head": "shapes, dtypes and sizes of its part of the model",
+            "examples, tests": "the numbers of training examples and of test examples",
+            "member": "the site's public keys and its name",
+            "digest": "SHA-256 of the initial weights",
+            "joins, form, targets, head": "shapes, dtypes and sizes of the site's part of the "
+            "model",
         },
         messages.Smashed: {
             "turn, step": _NUMBERS,
             "values": "**activations at the cut, of every example of the batch**",
-            "targets": "**labels of the batch**, unless the end of the model is with the client",
-            "examples, counted": "how many examples the batch has, and how much the loss counts",
+            "targets": "**labels of the batch**, unless the end of the model is at the client",
+            "examples, counted": "the number of examples of the batch, and the count of the loss",
         },
         messages.OutputGradients: {
             "turn, step, missed": _NUMBERS,
             "values": "gradients at the second cut",
-            "loss, counted": "the loss of the batch, and how much it counts",
+            "loss, counted": "the loss of the batch, and the count of the loss",
         },
         messages.HeadGradients: {
             "turn, step": _NUMBERS,
-            "values": "gradients of its head, in `parallel-split`",
+            "values": "gradients of the site's head, in `parallel-split`",
         },
         messages.Ended: {
             "turn": _NUMBERS,
-            "head": "its head with what the optimizer keeps, where heads go to the server",
+            "head": "the site's head with the optimizer's state, if heads go to the server",
         },
         control.SealedHead: {
             "turn, peer": _NUMBERS,
-            "content": "its head for the next client, which the server cannot read",
+            "content": "the site's head for the next client, which the server cannot read",
         },
-        control.HeadRefused: {"turn": _NUMBERS, "reason": "why a head cannot be"},
+        control.HeadRefused: {"turn": _NUMBERS, "reason": "the reason why a head is invalid"},
         control.Query: {
-            "examples, of": "how many test examples",
-            "values": "**activations of test examples**, where the model is measured",
-            "targets": "their labels, where the loss is the server's",
+            "examples, of": "numbers of test examples",
+            "values": "**activations of test examples**, if the model is measured",
+            "targets": "labels of test examples, if the server computes the loss",
         },
-        control.ModelMeasured: {"round": _NUMBERS, "values": "metrics on its test examples"},
+        control.ModelMeasured: {"round": _NUMBERS, "values": "metrics on the site's test examples"},
         control.ClientFailed: {
-            "reason": "type of an error of its own code; its text as policy.toml says"
+            "reason": "type of an error of the site's own code; the text as set in policy.toml"
         },
     },
     "vertical split learning": {
         alignment.Blinded: {
-            "first, total": "how many people it has",
-            "points": "their ids, blinded",
+            "first, total": "the number of the site's people",
+            "points": "ids of the site's people, blinded",
         },
         alignment.DoubleBlinded: {
             "first": _NUMBERS,
-            "points": "ids of the other side, blinded once more",
+            "points": "ids of the other side, blinded a second time",
         },
-        parties_control.Aligned: {"": "that it has written down who is with all parties"},
+        parties_control.Aligned: {"": "that the site has saved the list of common people"},
         parties.Activations: {
             "step": _NUMBERS,
-            "values": "**activations of its columns, of every example of the batch**",
-            "trains": "whether its head is trained",
+            "values": "**activations of the site's columns, of every example of the batch**",
+            "trains": "whether the site's head is trained",
         },
         parties_control.Evaluated: {
             "first": _NUMBERS,
-            "values": "**activations of its columns, of test examples**",
+            "values": "**activations of the site's columns, of test examples**",
         },
         parties_control.Resumed: {"turn": _NUMBERS},
         parties_control.StateSaved: {"step": _NUMBERS},
     },
 }
-"""By system, then by message: what each field tells."""
+"""By system, then by message: the content of each field."""
 
 
 def fields_of(kind: type) -> set[str]:
@@ -170,7 +175,7 @@ def fields_of(kind: type) -> set[str]:
 
 def table() -> str:
     """Return the table of the page."""
-    lines = ["| when | message | what leaves the site |", "| --- | --- | --- |"]
+    lines = ["| when | message | data that leave the site |", "| --- | --- | --- |"]
     for when, kinds in LEAVES.items():
         for kind, told in kinds.items():
             # Numbers that only order messages are the same everywhere.
@@ -180,7 +185,7 @@ def table() -> str:
                 if text != _NUMBERS
             ]
             lines.append(
-                f"| {when} | `{kind.__name__}` | {'; '.join(words) or 'that it is done'} |"
+                f"| {when} | `{kind.__name__}` | {'; '.join(words) or 'that the site is done'} |"
             )
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""docs/privacy.md says of every field of every message what leaves a site by it."""
+"""docs/privacy.md describes the data in every field of every message of a site."""
 
 from __future__ import annotations
 

@@ -46,19 +46,22 @@ def answers(found: JSON) -> list[tuple[str, str]]:
 def _memory(found: JSON) -> list[tuple[str, str]]:
     rows = found["rows"]
     models = ", ".join(f"{row['models_over_base']:.1f}" for row in rows.values())
-    question = f"server's peak with {', '.join(rows)} clients, over that with a model of nothing"
+    question = f"server's peak with {', '.join(rows)} clients, minus the peak with an empty model"
     return [(question, f"{models} models of {_megabytes(found['model_bytes'])}")]
 
 
 def _idle(found: JSON) -> list[tuple[str, str]]:
-    clients = f"{found['clients']:,} clients that wait"
+    clients = f"{found['clients']:,} waiting clients"
     waiting, memory = found["check_in_among_the_waiting"], found["server_bytes"]
     kinds = f"{_megabytes(memory['anonymous'])}, {_megabytes(memory['of_files'])}"
     of_each = f"{found['anonymous_bytes_of_a_client'] / 1000:.0f} kB"
     return [
-        (f"check-in among {clients}: half, 99 of 100", _two(waiting["p50"], waiting["p99"])),
+        (
+            f"check-in among {clients}: median, 99th percentile",
+            _two(waiting["p50"], waiting["p99"]),
+        ),
         (f"server's memory with {clients}: anonymous, pages of libraries", kinds),
-        ("anonymous memory for each of them", of_each),
+        ("anonymous memory for each waiting client", of_each),
     ]
 
 
@@ -76,8 +79,8 @@ def _resume(found: JSON) -> list[tuple[str, str]]:
     served, filled = found["served_again"], found["place_filled"]["median"]
     return [
         (f"a server that is killed {found['kills']} times", bits),
-        ("clients are served again: half, the last", _two(served["median"], served["largest"])),
-        ("another client is at work in a killed one's place", _seconds(filled)),
+        ("clients are served again: median, the last", _two(served["median"], served["largest"])),
+        ("another client works in place of a killed client", _seconds(filled)),
     ]
 
 

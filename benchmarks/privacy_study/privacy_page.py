@@ -40,7 +40,7 @@ def draw(result: JSON, folder: Path) -> None:
         panels.append(_against_epsilon(result["accuracy"]))
     if "sums" in result:
         panels.append(_against_weights(result["sums"]["rows"]))
-    save(folder / "privacy-study.svg", "What privacy costs", panels)
+    save(folder / "privacy-study.svg", "Cost of privacy", panels)
 
 
 def percent(share: float) -> str:

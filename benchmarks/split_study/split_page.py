@@ -71,7 +71,7 @@ def of_settings(settings: JSON) -> str:
                 f"`{' '.join(one['cut'])}`; `{' '.join(one['cuts'])}`",
             ]
         )
-    head = ["", "examples", "clients", "of each", "batch", "epochs", "rates", "cut; U-shape"]
+    head = ["", "examples", "clients", "per client", "batch", "epochs", "rates", "cut; U-shape"]
     return table(head, rows)
 
 
@@ -99,10 +99,10 @@ def burden(result: JSON) -> str:
                 ]
             )
     head = [
-        "a client has",
+        "part on the client",
         "weights",
         "MFLOP an example",
-        "of all",
+        "share of the model",
         "MB of tensors",
         "MB of the process",
     ]
@@ -162,7 +162,7 @@ def crossings(found: list[JSON]) -> str:
                     "SplitFed" if split < federated else "FedAvg",
                 ]
             )
-    head = ["", "as many at", "examples", "MB of SplitFed", "MB of FedAvg", "sends less"]
+    head = ["", "equal at", "examples", "MB of SplitFed", "MB of FedAvg", "fewer bytes"]
     return table(head, rows)
 
 

@@ -401,32 +401,39 @@ def _is_name(name: str) -> bool:
 # Rules for all clients
 
 _TURN = FieldRule(
-    "turn", "that of the client's turn; one that was taken back is dropped (`SplitServer`)"
+    "turn",
+    "the client's current turn; a message of a turn that was rolled back is discarded "
+    "(`SplitServer`)",
 )
 _STEP = FieldRule(
-    "step", "the next one, in the order of messages of a turn (`dure.split.message_order`)"
+    "step", "the next step, in the order of messages of a turn (`dure.split.message_order`)"
 )
 
 RULES: Mapping[type, tuple[FieldRule, ...]] = {
     Hello: (
         FieldRule(
-            "examples", f"1 to {MOST_EXAMPLES:,}; the same whenever the client comes (`Admission`)"
+            "examples",
+            f"1 to {MOST_EXAMPLES:,}; unchanged when the client reconnects (`Admission`)",
         ),
         FieldRule(
-            "member", "the client's own keys, signed; the same whenever it comes (`Admission`)"
+            "member",
+            "the client's own keys, signed; unchanged when the client reconnects (`Admission`)",
         ),
         FieldRule("digest", "up to 128 letters and digits (`Admission`)"),
-        FieldRule("joins", "a truth value"),
+        FieldRule("joins", "a boolean"),
         FieldRule(
             "form",
-            "there if the head is a file of its own; values of at most 1 GiB "
+            "present if the head is a separate file; values of at most 1 GiB "
             "(`ServedSplitLearner`)",
         ),
         FieldRule(
-            "targets", "likewise, of targets, where the loss is the server's (`ServedSplitLearner`)"
+            "targets",
+            "the same for the targets, present if the server computes the loss "
+            "(`ServedSplitLearner`)",
         ),
         FieldRule(
-            "head", "bytes of the head, at most 16 GiB; where the server has none of it, all alike"
+            "head",
+            "bytes of the head, at most 16 GiB; equal for all clients if the server has no head",
         ),
         FieldRule("tests", f"at most {MOST_EXAMPLES:,} (`Admission`)"),
     ),
@@ -435,29 +442,31 @@ RULES: Mapping[type, tuple[FieldRule, ...]] = {
         _STEP,
         FieldRule(
             "examples",
-            "as many as the batch of that step has, by the examples at check-in",
+            "the size of the batch of that step, by the number of examples at check-in",
             _examples,
         ),
-        FieldRule("values", "number, dtypes and shapes of the cut; nothing is NaN", _values),
+        FieldRule("values", "number, dtypes and shapes of the cut; no NaN", _values),
         FieldRule(
             "targets",
-            "there if the loss is the server's; number, dtypes, shapes; classes that the model "
-            "has; finite",
+            "present if the server computes the loss; number, dtypes, shapes; classes of the "
+            "model; finite",
             _targets,
         ),
-        FieldRule("counted", "what the loss counts in these targets", _expected),
+        FieldRule("counted", "the count of the loss for these targets", _expected),
     ),
     OutputGradients: (
         _TURN,
         _STEP,
         FieldRule(
-            "values", f"number, dtypes and shapes of the second cut; below {GRADIENT:g}", _returned
+            "values",
+            f"number, dtypes and shapes of the second cut; absolute values at most {GRADIENT:g}",
+            _returned,
         ),
         FieldRule("missed", "a bit for each of the values", _missed),
-        FieldRule("loss", f"finite, below {MOST_LOSS:g}", _loss),
+        FieldRule("loss", f"finite; absolute value at most {MOST_LOSS:g}", _loss),
         FieldRule(
             "counted",
-            "what was expected of the batch; for losses of one's own, 0 or more",
+            "the expected count of the batch; 0 or more for custom losses",
             _computed,
         ),
     ),
@@ -466,7 +475,8 @@ RULES: Mapping[type, tuple[FieldRule, ...]] = {
         _STEP,
         FieldRule(
             "values",
-            f"number, dtypes and shapes of the head's; below {GRADIENT:g}",
+            f"number, dtypes and shapes of the head's parameters; absolute values at most "
+            f"{GRADIENT:g}",
             _head_gradients,
         ),
     ),
@@ -474,39 +484,45 @@ RULES: Mapping[type, tuple[FieldRule, ...]] = {
         _TURN,
         FieldRule(
             "head",
-            "there if the server hands heads over; number, dtypes and shapes of the head and of "
+            "present if the server hands heads over; number, dtypes and shapes of the head and of "
             "its optimizer's state; settings that steps of the optimizer change, as numbers, "
-            "texts and tensors of their forms; finite; weights no more than a million times those "
-            "before",
+            "texts and tensors of their forms; finite; weights at most a million times the "
+            "weights before",
             _head,
         ),
     ),
     SealedHead: (
         FieldRule(
-            "turn", "that of the receiver; one that was taken back is dropped (`SplitServer`)"
+            "turn",
+            "the receiver's turn; a message of a turn that was rolled back is discarded "
+            "(`SplitServer`)",
         ),
-        FieldRule("peer", "the client to whom it was asked to hand its head (`SplitServer`)"),
+        FieldRule("peer", "the client that the server named as the receiver (`SplitServer`)"),
         FieldRule(
             "content",
-            "bytes; the receiver opens the head and checks it (`SplitSite`)",
+            "bytes; the receiver decrypts the head and checks the content (`SplitSite`)",
         ),
     ),
     ClientFailed: (FieldRule("reason", "text, of which 500 characters are shown (`SplitServer`)"),),
     HeadRefused: (
         FieldRule(
             "turn",
-            "that of a client that was handed a head, and has sent no values (`SplitServer`)",
+            "the turn of a client that has received a head from another client, and has sent no "
+            "values (`SplitServer`)",
         ),
         FieldRule("reason", "text, of which 500 characters are shown (`SplitServer`)"),
     ),
     Query: (
-        FieldRule("examples", f"1 to {MOST_QUERIED:,}; no more in all than the test data have"),
-        FieldRule("values", "as those of Smashed"),
-        FieldRule("targets", "as those of Smashed, where the server measures"),
-        FieldRule("of", "the number of test examples at check-in, in each query the same"),
+        FieldRule(
+            "examples",
+            f"1 to {MOST_QUERIED:,}; in total at most the number of test examples",
+        ),
+        FieldRule("values", "as in `Smashed`"),
+        FieldRule("targets", "as in `Smashed`, if the server computes the metrics"),
+        FieldRule("of", "the number of test examples at check-in, equal in all queries"),
     ),
     ModelMeasured: (
-        FieldRule("round", "that which is measured"),
+        FieldRule("round", "the round that is measured"),
         FieldRule("values", "by the names of the task's metrics; finite"),
     ),
 }

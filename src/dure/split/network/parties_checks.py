@@ -14,49 +14,55 @@ from dure.split.network.parties_control import Aligned, Evaluated, Resumed, Stat
 from dure.split.parties.messages import Activations
 
 _POINTS = (
-    "32 bytes each; points of the curve, of no small order; none twice, and none that was sent to "
-    "the party (`PeerPoints`)"
+    "32 bytes each; points of the curve, not of small order; no point twice, and no point that "
+    "was sent to the party (`PeerPoints`)"
 )
 
 RULES: Mapping[type, tuple[FieldRule, ...]] = {
     Resumed: (
-        FieldRule("turn", "the newest, once; earlier ones are dropped (`VerticalSplitServer`)"),
+        FieldRule(
+            "turn",
+            "the newest turn, once; messages of earlier turns are discarded "
+            "(`VerticalSplitServer`)",
+        ),
     ),
     Blinded: (
         FieldRule(
-            "first", "a part of the party's list that has not come, or is the same (`PeerPoints`)"
+            "first",
+            "a part of the party's list that has not arrived before, or the same part again "
+            "(`PeerPoints`)",
         ),
         FieldRule(
             "total",
-            "the same in each message, as many people as at check-in at most (`PeerPoints`)",
+            "equal in all messages; at most the number of people at check-in (`PeerPoints`)",
         ),
         FieldRule("points", _POINTS),
     ),
     DoubleBlinded: (
         FieldRule(
-            "first", "a part of the holder's list that has not come, or is the same (`PeerPoints`)"
+            "first",
+            "a part of the holder's list that has not arrived before, or the same part again "
+            "(`PeerPoints`)",
         ),
         FieldRule("points", _POINTS),
     ),
     Aligned: (),
     Activations: (
-        FieldRule("step", "that which is under way, once (`LabelHolder`)"),
+        FieldRule("step", "the current step, once (`LabelHolder`)"),
         FieldRule(
             "values",
-            "dtype and shape of what leaves the head, for the people of the batch; no NaN "
+            "dtype and shape of the head's output, for the people of the batch; no NaN "
             "(`LabelHolder`)",
         ),
-        FieldRule(
-            "trains", "a truth value: whether the head wants gradients is the party's affair"
-        ),
+        FieldRule("trains", "a boolean: the party decides whether its head needs gradients"),
     ),
-    StateSaved: (FieldRule("step", "that which was asked for, once (`VerticalSplitServer`)"),),
+    StateSaved: (FieldRule("step", "the requested step, once (`VerticalSplitServer`)"),),
     Evaluated: (
-        FieldRule("first", "that which was asked for, once (`VerticalSplitServer`)"),
+        FieldRule("first", "the requested position, once (`VerticalSplitServer`)"),
         FieldRule(
             "values",
-            "dtype and shape of what leaves the head, for as many people as were asked for; "
-            f"finite, below {GRADIENT:g} (`ServedVerticalLearner`)",
+            "dtype and shape of the head's output, for the requested number of people; "
+            f"absolute values at most {GRADIENT:g} (`ServedVerticalLearner`)",
         ),
     ),
 }
