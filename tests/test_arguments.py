@@ -36,13 +36,13 @@ def trained(strategy: Any, world: Any = None, stop: Any = None, **more: Any) -> 
     [
         (trained("fed-prox"), "the strategy is the text 'fed-prox': give dure.FedProx()"),
         (trained("fed-prix"), "there is no strategy 'fed-prix', did you mean 'fed-prox'"),
-        (trained(dure.FedAvg), "FedAvg is a class: give one of it"),
+        (trained(dure.FedAvg), "FedAvg is a class: give an instance"),
         (trained(dure.FedAvg(), "simulated"), "the world is the text 'simulated'"),
         (trained(dure.LocalSGD(), 3), "the world is 3: give dure.Processes"),
         (trained(dure.LocalSGD(), dure.Processes), "Processes is a class"),
         (trained(dure.FedAvg(), stop=7), "stop is 7: give dure.Stop"),
         (trained(dure.FedAvg(), stop=dure.Stop(rounds="7")), "rounds is '7', but it has to be"),  # type: ignore[arg-type]
-        (trained(dure.FedAvg(), seed="7"), "seed is '7', but it has to be a whole number"),
+        (trained(dure.FedAvg(), seed="7"), "seed is '7', but it has to be an integer"),
         (trained(dure.FedAvg(), out=7), "out is 7, but it has to be a path"),
         (trained(dure.FedAvg(), evaluate_every=0.5), "evaluate_every is 0.5"),
         (trained(dure.FedAvg(), on_progress=7), "on_progress is 7, but it has to be a function"),
@@ -95,7 +95,7 @@ def test_copies_pickles_and_signatures_of_settings_are_as_ever() -> None:
     ("make", "sentence"),
     [
         (lambda: dure.FedAvg(fraction="0.5"), "fraction is '0.5', but it has to be a number"),  # type: ignore[arg-type]
-        (lambda: dure.FedAvg(clients=2.5), "clients is 2.5, but it has to be a whole number or"),  # type: ignore[arg-type]
+        (lambda: dure.FedAvg(clients=2.5), "clients is 2.5, but it has to be an integer or"),  # type: ignore[arg-type]
         (lambda: dure.FedAvg(clients=True), "clients is True"),
         (lambda: dure.FedAvg(partition=7), "partition is 7, but it has to be a Partition"),  # type: ignore[arg-type]
         (lambda: dure.DataParallel(overlap=16), "it has to be 'auto'"),  # type: ignore[arg-type]
@@ -116,8 +116,8 @@ def test_a_field_of_a_strategy_is_of_its_type(make: Callable[[], Any], sentence:
     [
         (lambda: dure.Dirichlet("a"), "alpha is 'a', but it has to be a number"),  # type: ignore[arg-type]
         (lambda: dure.TopK("a"), "ratio is 'a', but it has to be a number"),  # type: ignore[arg-type]
-        (lambda: dure.Processes("2"), "ranks is '2', but it has to be a whole number or None"),  # type: ignore[arg-type]
-        (lambda: dure.Threads("2"), "threads is '2', but it has to be a whole number or None"),  # type: ignore[arg-type]
+        (lambda: dure.Processes("2"), "ranks is '2', but it has to be an integer or None"),  # type: ignore[arg-type]
+        (lambda: dure.Threads("2"), "threads is '2', but it has to be an integer or None"),  # type: ignore[arg-type]
     ],
 )
 def test_a_field_of_a_setting_is_of_its_type(make: Callable[[], Any], sentence: str) -> None:

@@ -84,7 +84,7 @@ def test_a_report_imports_nothing_that_a_folder_names(folder: Path) -> None:
     page = (folder / "run" / "report.html").read_text()
     assert "FedNova" in page
     assert "my_systems.py:FedNova" in page  # in the command that repeats the run
-    with pytest.raises(RunFolderError, match=r"other code by now: .*my_systems\.py was changed"):
+    with pytest.raises(RunFolderError, match=r"changed code: .*my_systems\.py was edited"):
         dure.resume("run", stop=dure.Stop(rounds=2))
     with pytest.raises(RunFolderError, match="SystemExit: it was imported"):
         dure.resume("run", strategy="my_systems.py:FedNova", stop=dure.Stop(rounds=2))

@@ -148,20 +148,20 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
         ),
         (
             "train digits single-worker --epochs -1",
-            "epochs is -1.0, but a run ends after more than 0 epochs",
+            "epochs is -1.0, but it has to be more than 0",
         ),
-        ("train digits single-worker --rounds 3", "rounds do not count here, it counts steps"),
+        ("train digits single-worker --rounds 3", "rounds do not apply: this system counts steps"),
         (
             "train digits single-worker --target accuracy",
             "it is METRIC=VALUE, such as test_accuracy=0.99",
         ),
         (
             "train digits single-worker --target accuracy=0.9",
-            "the target 'accuracy' is not measured; there is",
+            "the target 'accuracy' is not measured; available metrics:",
         ),
         (
             "train digits single-worker --evaluate-every 0",
-            "evaluate_every is 0, but it counts steps: at least 1",
+            "evaluate_every is 0, but it is a number of steps: 1 or more",
         ),
         ("train digits single-worker --out .", "is not empty"),
         ("train digits single-worker --out mine.py", "mine.py is a file, and no folder"),

@@ -79,7 +79,7 @@ def test_a_comparison_goes_on_from_its_folder(said, compared):
         ("train digits single-worker --seeds 2 --label mine", "--label is for a single run"),
         ("sweep digits single-worker", "at least one setting with several values"),
         ("sweep digits single-worker --grid lr", "it is NAME=VALUE,VALUE"),
-        ("sweep digits single-worker --grid lr=log:0.1:1", "say how many trials are drawn"),
+        ("sweep digits single-worker --grid lr=log:0.1:1", "give the number of trials to draw"),
         ("sweep digits single-worker --grid mu=1,2", "SingleWorker has no field 'mu'"),
         ("sweep digits single-worker --grid lr=1 lr=2", "names lr twice"),
         ("serve digits fed-avg --clients 2 --seeds 3", "who serves has one seed"),
@@ -210,7 +210,7 @@ def test_one_worker_has_no_world_to_choose(said):
     # What the help does not offer is still understood, and told why it is no use.
     status, _, err = said("train digits single-worker --rounds 3")
     assert status == 2
-    assert "rounds do not count here" in err
+    assert "rounds do not apply" in err
 
 
 def test_dure_train_has_a_help_of_its_own(said):

@@ -50,7 +50,7 @@ def test_data_become_examples_whatever_they_were():
     [
         (
             {"model": nn.Linear(2, 2)},
-            r"Task\(model=...\) has to be a function that makes a fresh one",
+            r"Task\(model=...\) has to be a function that returns a new one",
         ),
         ({"model": None}, r"Task\(model=...\) has to be a function"),
         ({"loss": "cross_entropy"}, r"Task\(loss=...\) has to be a function"),
@@ -61,11 +61,17 @@ def test_data_become_examples_whatever_they_were():
         ({"train": 3}, "a int cannot be trained on"),
         ({"test": (torch.zeros(2), torch.zeros(3))}, "different lengths"),
         ({"metrics": [accuracy]}, r"Task\(metrics=...\) is a list: give names"),
-        ({"metrics": {1: accuracy}}, "the name 1 has to be a text"),
+        ({"metrics": {1: accuracy}}, "the name 1 has to be a str"),
         ({"metrics": {"f1": 3}}, "the metric 'f1' has to be a function"),
-        ({"metrics": {"mse": nn.MSELoss}}, "the metric 'mse' is the class MSELoss: give an object"),
+        (
+            {"metrics": {"mse": nn.MSELoss}},
+            "the metric 'mse' is the class MSELoss: give an instance",
+        ),
         ({"metrics": {"loss": accuracy}}, "the metric 'loss' would be reported as test_loss"),
-        ({"metrics": {"a": accuracy, "a_p10": accuracy}}, "the metric 'a_p10' has the name of the"),
+        (
+            {"metrics": {"a": accuracy, "a_p10": accuracy}},
+            "the metric 'a_p10' has the name under which the",
+        ),
         ({"metric_memory": 1.5}, "metric_memory=1.5"),
     ],
 )

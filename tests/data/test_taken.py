@@ -256,11 +256,11 @@ def test_what_a_model_s_own_loss_counts_is_said():
     labels = torch.tensor([[-100, 3, -100], [1, 2, 3]])
     assert dure.OwnLoss("tokens").count(labels) == 4
     assert dure.OwnLoss("next-tokens").count(labels) == 3
-    with pytest.raises(ValueError, match="say what the model's loss is a mean over"):
+    with pytest.raises(ValueError, match="set what the model's loss is averaged over"):
         dure.OwnLoss().count(labels)
-    with pytest.raises(ValueError, match="it gave none"):
+    with pytest.raises(ValueError, match="it returned none"):
         dure.OwnLoss()({"logits": labels}, labels)
-    with pytest.raises(ValueError, match="give one of examples, tokens"):
+    with pytest.raises(ValueError, match="choose one of examples, tokens"):
         dure.OwnLoss("words")
 
 
@@ -276,11 +276,11 @@ def test_a_stream_gives_each_example_once_and_says_where_it_ended():
 @pytest.mark.parametrize(
     ("data", "strategy", "complaint"),
     [
-        ("weights", dure.SplitLearning(batch_size=4), "cannot do it by a sampler with weights"),
-        ("drop", dure.FedAvg(clients=2, batch_size=32), "cannot do it by drop_last"),
-        ("stream", dure.FedAvg(clients=2), "cannot do it by a stream"),
+        ("weights", dure.SplitLearning(batch_size=4), "cannot use a sampler with weights"),
+        ("drop", dure.FedAvg(clients=2, batch_size=32), "cannot use drop_last"),
+        ("stream", dure.FedAvg(clients=2), "cannot use a stream"),
         ("weights", dure.SingleWorker(batch_size=8), "the DataLoader has batches of 4"),
-        ("drop", dure.SingleWorker(batch_size=32), "drop_last leaves nothing of 12 examples"),
+        ("drop", dure.SingleWorker(batch_size=32), "drop_last drops all 12 examples"),
     ],
 )
 def test_what_a_system_cannot_do_as_the_data_ask_is_refused(data, strategy, complaint):

@@ -362,7 +362,9 @@ def test_a_target_that_no_client_measures_is_refused_before_training(
     strategy: Federated, conditions: dict[str, Any], target: str
 ) -> None:
     world = dure.Simulated(**conditions)
-    with pytest.raises(ValueError, match=f"the target '{target}' is not measured; there is"):
+    with pytest.raises(
+        ValueError, match=f"the target '{target}' is not measured; available metrics:"
+    ):
         dure.train(small_task(), strategy, world, dure.Stop(rounds=1, target={target: 0.5}))
 
 

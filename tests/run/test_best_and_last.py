@@ -111,7 +111,7 @@ def test_predict_takes_the_best_model_and_last_the_other(run: dure.Run, folder: 
     assert torch.equal(chosen.outputs, run.best_model(inputs))
     assert torch.equal(last.outputs, run.model(inputs))
     assert chosen.of == (
-        f"the best model, of step {run.summary['best_model']['step']}; --last takes that of "
+        f"the best model, from step {run.summary['best_model']['step']}; --last uses that from "
         f"{run.summary['steps']}"
     )
 

@@ -196,7 +196,7 @@ def test_an_engine_that_is_gone_is_refused_by_its_name(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["world"]["engine"] = "batched-threads"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    gone = r"does not fit this dure: .*batched-threads"
+    gone = r"does not match this version of dure: .*batched-threads"
     with pytest.raises(dure.errors.RunFolderError, match=gone):
         dure.resume(tmp_path, task=small_task())
 

@@ -214,7 +214,7 @@ def test_a_function_in_a_file_gets_its_options_with_paths_made_absolute(user_fil
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2.5])
 def test_no_whole_number_that_is_none_reaches_a_user_s_function(user_file, value):
-    with pytest.raises(ValueError, match=rf"n is {value}, but it has to be a whole number"):
+    with pytest.raises(ValueError, match=rf"n is {value}, but it has to be an integer"):
         load_task(f"{user_file}:make", n=value)
 
 

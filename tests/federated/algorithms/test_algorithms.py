@@ -461,7 +461,7 @@ def test_momentum_on_the_server_adds_up() -> None:
         (dure.FedAdam(beta2=-0.1), "beta2 is -0.1"),
         (dure.FedYogi(tau=0.0), "tau is 0.0, but it keeps from dividing by zero"),
         (dure.FedAdagrad(server_lr=0.0), "server_lr is 0.0, but the model has to move"),
-        (dure.FedProx(mu=-1.0), "mu is -1.0, but it is 0 or more"),
+        (dure.FedProx(mu=-1.0), "mu is -1.0, but it has to be 0 or more"),
         (dure.FedAsync(alpha=1.5), "alpha is 1.5, but a share is in"),
         (
             dure.FedAsync(selection="weighted"),

@@ -125,7 +125,7 @@ def test_a_partition_by_label_wants_labels():
 
 def test_ranks_are_no_clients():
     with pytest.raises(
-        ValueError, match=r"FedAvg does not live in Processes; it needs a world of clients"
+        ValueError, match=r"FedAvg does not run in Processes; it needs a world of clients"
     ):
         dure.train(small_task(), FedAvg(), dure.Processes(2))
 
