@@ -96,6 +96,4 @@ def test_a_field_with_the_name_of_a_flag_is_refused(
     text = Path("my_systems.py").read_text().replace("effective_steps: float", "steps: float")
     Path("mine.py").write_text(text.replace("FedNova", "Mine"))
     assert main(["train", "digits", "mine.py:Mine"]) == 2
-    assert (
-        "Mine has a field 'steps', which is the name of a flag of dure" in capsys.readouterr().err
-    )
+    assert "Mine has a field 'steps', but dure has a flag of that name" in capsys.readouterr().err

@@ -104,7 +104,7 @@ def test_the_list_says_who_is_there(said, served) -> None:
     out = said("clients list run")[1]
     assert re.search(r"^0 +ward 3 +enrolled .* a{16}$", out, re.MULTILINE)
     assert re.search(r"^1 +client 1 +revoked ", out, re.MULTILINE)
-    assert "1 of 3 places are free" in out
+    assert "1 of 3 client ids are free" in out
     listed = json.loads(said("clients list run --json")[1])
     assert [client["state"] for client in listed["clients"]] == ["enrolled", "revoked"]
 

@@ -58,7 +58,7 @@ def test_data_become_examples_whatever_they_were():
             {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)},
             r"Task\(optimizer=...\) has to be a function",
         ),
-        ({"train": 3}, "a int cannot be trained on"),
+        ({"train": 3}, "data of the type int are not supported"),
         ({"test": (torch.zeros(2), torch.zeros(3))}, "different lengths"),
         ({"metrics": [accuracy]}, r"Task\(metrics=...\) is a list: give names"),
         ({"metrics": {1: accuracy}}, "the name 1 has to be a str"),
@@ -147,9 +147,9 @@ class Listed:
         ((torch.ones(6), torch.ones(6), 1), "item 0 of the dataset is a tuple of 3: give"),
         (
             {"features": torch.ones(6), "size": 1},
-            "a dict needs a column labels, which is the target, and there is features, size",
+            "a dict needs a column labels for the targets; it has features, size",
         ),
-        ((torch.ones(6), "cat"), "the target of item 0 is the text 'cat': give the index"),
+        ((torch.ones(6), "cat"), "the target of item 0 is the str 'cat': give the index"),
     ],
 )
 def test_items_that_are_no_pairs_are_told_before_any_work(item, said):

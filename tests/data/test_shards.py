@@ -213,7 +213,7 @@ BROKEN = {
         },
         "single number",
     ),
-    "no npy": ({"a.inputs.npy": b"nothing of it", "a.targets.npy": b""}, "no npy file"),
+    "no npy": ({"a.inputs.npy": b"nothing of it", "a.targets.npy": b""}, "not an npy file"),
     "no name": ({"inputs.npy": b""}, "NAME.COLUMN.npy"),
 }
 
@@ -239,8 +239,8 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
         dure.Shards(tmp_path)
     for array, message in [
         (numpy.zeros((3, 2), order="F"), "column-major"),
-        (numpy.zeros((3, 2), dtype=">f4"), "torch has not"),
-        (numpy.array(["a"] * 3), "torch has not"),
+        (numpy.zeros((3, 2), dtype=">f4"), "torch does not support"),
+        (numpy.array(["a"] * 3), "torch does not support"),
     ]:
         numpy.save(tmp_path / "1.inputs.npy", array)
         with pytest.raises(DataError, match=message):
@@ -272,7 +272,7 @@ def test_columns_of_arrow_that_are_no_tensors_are_refused(tmp_path):
         {"inputs": [[1.0], [2.0, 3.0]], "targets": [0, 1], "name": ["a", "b"], "hole": [1, None]}
     )
     writer.write_table(uneven, tmp_path / "0.parquet")
-    for column, message in [("name", "of string"), ("hole", "has no value")]:
+    for column, message in [("name", "of string"), ("hole", "is null")]:
         with pytest.raises(DataError, match=message):
             # The first row of each is what it seems; the second is seen when it is read.
             dure.Shards(tmp_path, column, "targets").batch(torch.tensor([0, 1]))

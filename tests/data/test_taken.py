@@ -141,7 +141,8 @@ def test_a_frame_may_hold_truths_beside_numbers():
 def test_items_that_make_no_batch_are_told_what_they_need():
     items = [{"words": [1], "labels": 0}, {"words": [1, 2], "labels": 1}] * 2
     with pytest.raises(
-        dure.errors.DataError, match="of 2 items; where they differ in length it takes a coll"
+        dure.errors.DataError,
+        match="2 items cannot be combined into a batch; if they differ in length, give a coll",
     ):
         as_examples(items).batch(torch.arange(2))
 
@@ -152,7 +153,7 @@ def test_items_that_make_no_batch_are_told_what_they_need():
         (lambda: (Frame(a=numpy.zeros(2), b=numpy.array(["x", "y"])), torch.zeros(2)), "columns b"),
         (lambda: (numpy.zeros(2), numpy.array(["x", "y"])), "is no tensor"),
         (lambda: [{"text": "a", "labels": 1}], "has texts in text"),
-        (lambda: [{"words": 1}], "needs a column labels, which is the target, and there is words"),
+        (lambda: [{"words": 1}], "needs a column labels for the targets; it has words"),
         (lambda: DataLoader(Sentences(), collate_fn=lambda items: 3), "returned a int"),
         (lambda: DataLoader(Sentences(), sampler=range(3)), "with a range"),
         (lambda: DataLoader(Sentences(), batch_sampler=[[0, 1]]), "batch_sampler"),

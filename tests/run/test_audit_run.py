@@ -115,7 +115,7 @@ def test_what_is_neither_a_log_nor_a_run_is_refused(
     assert main(["audit", str(tmp_path)]) == 2
     assert "not a run folder" in capsys.readouterr().err
     assert main(["audit", str(tmp_path / "log"), "--sums", "1"]) == 2
-    assert "takes no options" in capsys.readouterr().err
+    assert "do not apply to a client's log" in capsys.readouterr().err
     assert main(["audit"]) == 2
     assert "the folder of a run" in capsys.readouterr().err
 

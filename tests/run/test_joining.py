@@ -256,7 +256,7 @@ def test_columns_of_another_meaning_are_refused_with_their_names(tmp_path: Path)
     server = small_task(train=None, test=None, features=names)
     right = [partial(later, number) for number in range(2)]
     _, began = served(server, dure.FedAvg(clients=2), *right, first, out=tmp_path / "run")
-    assert "feature 3 is 'sugar', and 'pressure' at the server" in str(began[2].error)
+    assert "feature 3 is 'sugar', but 'pressure' at the server" in str(began[2].error)
     assert [site.error for site in began[:2]] == [None, None]
 
 

@@ -72,7 +72,7 @@ def test_a_world_in_no_file_is_given_again(tmp_path: Path) -> None:
     strategy = dure.SingleWorker(8)
     with pytest.warns(UserWarning, match=r"world=\.\.\."):
         dure.train(small_task(), strategy, local_world(), dure.Stop(steps=2), out=tmp_path)
-    with pytest.raises(RunFolderError, match=r"the world of .* was made in Python"):
+    with pytest.raises(RunFolderError, match=r"the world of .* was created in Python"):
         dure.resume(tmp_path, task=small_task())
     run = dure.resume(tmp_path, task=small_task(), world=local_world(), stop=dure.Stop(steps=4))
     assert run.summary["steps"] == 4

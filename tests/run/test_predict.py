@@ -76,7 +76,7 @@ def test_examples_of_the_task_and_standard_input_are_named(folder, monkeypatch):
     [
         ("short.json", "[[1, 2]]", r"holds \(1, 2\), but an example of the task is \(6,\)"),
         ("words.json", '["a"]', "does not contain an array of numbers"),
-        ("half.json", "[1, ", "is no JSON"),
+        ("half.json", "[1, ", "is not JSON"),
         ("one.txt", "1", "is neither a file of"),
         ("rows.npy", "no array", "cannot read"),
         ("rows.safetensors", "no tensors", "cannot read"),

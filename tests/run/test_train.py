@@ -544,7 +544,7 @@ def model_on(*devices: str) -> Any:
 @pytest.mark.parametrize(
     ("strategy", "world", "devices", "complaint"),
     [
-        (SingleWorker(8), dure.Processes(1), ["cuda:0"], "a model on cuda:0, and here the CPU"),
+        (SingleWorker(8), dure.Processes(1), ["cuda:0"], "a model on cuda:0, but this system"),
         (dure.DataParallel(8), dure.Processes(2), ["cpu", "cuda:1"], "a model on cuda:1"),
         (
             dure.DataParallel(8),

@@ -187,9 +187,9 @@ def test_the_command_line_trains_resumes_and_repeats_it(
     [
         (
             "train digits data-parallel --devices cpu",
-            "--devices says where threads compute: add --world threads",
+            "--devices sets where threads compute: add --world threads",
         ),
-        ("train digits fed-avg --world threads", "FedAvg does not live in Threads"),
+        ("train digits fed-avg --world threads", "FedAvg does not run in Threads"),
         ("compare digits data-parallel,world=moon", "there is no world 'moon'"),
     ],
 )

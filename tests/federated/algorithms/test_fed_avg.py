@@ -99,7 +99,7 @@ def test_samples_and_epochs_count_every_local_pass():
         (FedAvg(clients=42), "42 clients are more than the 41 training examples"),
         (FedAvg(local_epochs=0), "local_epochs is 0, but a client makes at least one pass"),
         (FedAvg(local_steps=0), "local_steps is 0, but a client makes at least one step"),
-        (FedAvg(batch_size=0), "batch_size is 0, but a batch has at least one example"),
+        (FedAvg(batch_size=0), "batch_size is 0, but it has to be 1 or more"),
         (FedAvg(server_lr=0.0), "server_lr is 0.0, but the model has to move"),
         (FedAvg(clients=20, partition=LabelShards(3)), "41 examples cannot be cut into 60 shards"),
         (
