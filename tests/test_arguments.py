@@ -48,7 +48,7 @@ def trained(strategy: Any, world: Any = None, stop: Any = None, **more: Any) -> 
         (trained(dure.FedAvg(), on_progress=7), "on_progress is 7, but it has to be a function"),
         (lambda: dure.train("heart", dure.FedAvg()), "give dure.load_task"),  # type: ignore[arg-type]
         (lambda: dure.compare(small_task(), dure.FedAvg()), "give a list of strategies"),  # type: ignore[arg-type]
-        (lambda: dure.compare(small_task(), [()]), "is no pair"),  # type: ignore[list-item]
+        (lambda: dure.compare(small_task(), [()]), "is not a pair"),  # type: ignore[list-item]
         (lambda: dure.compare(small_task(), ["diloco"]), "give dure.DiLoCo()"),  # type: ignore[list-item]
         (lambda: dure.resume(7), "folder is 7, but it has to be a path"),  # type: ignore[arg-type]
         (lambda: dure.load_task(7), "load a task by its name"),  # type: ignore[arg-type]

@@ -28,10 +28,10 @@ LARGEST_NUMBER = 3.4e38
 """Largest float32; a product with a larger number overflows."""
 
 _WORDS: dict[Any, str] = {
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     bool: "True or False",
-    str: "a text",
+    str: "a str",
     type(None): "None",
 }
 

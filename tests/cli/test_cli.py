@@ -119,7 +119,7 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
         ("train digits fed-avg --batch-size 0", "batch_size is 0"),
         (
             "train digits fed-avg --fraction 0",
-            "fraction is 0.0, but a share of the clients is in (0, 1]",
+            "fraction is 0.0, but it has to be in (0, 1]",
         ),
         ("train digits fed-avg --fraction 1.5", "fraction is 1.5"),
         (

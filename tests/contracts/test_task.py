@@ -60,9 +60,9 @@ def test_data_become_examples_whatever_they_were():
         ),
         ({"train": 3}, "data of the type int are not supported"),
         ({"test": (torch.zeros(2), torch.zeros(3))}, "different lengths"),
-        ({"metrics": [accuracy]}, r"Task\(metrics=...\) is a list: give names"),
+        ({"metrics": [accuracy]}, r"Task\(metrics=...\) is a list: give a dict"),
         ({"metrics": {1: accuracy}}, "the name 1 has to be a str"),
-        ({"metrics": {"f1": 3}}, "the metric 'f1' has to be a function"),
+        ({"metrics": {"f1": 3}}, "the metric 'f1' is .*, but has to be a function"),
         (
             {"metrics": {"mse": nn.MSELoss}},
             "the metric 'mse' is the class MSELoss: give an instance",

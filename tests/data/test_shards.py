@@ -205,7 +205,10 @@ BROKEN = {
     "no JSON": ({"a.safetensors": (2).to_bytes(8, "little") + b"xx"}, "no safetensors file"),
     "no tensor": ({"a.safetensors": _header({"inputs": {"dtype": "F32"}})}, "no tensor"),
     "no column": ({"a.safetensors": _header({"x": ONE}) + b"\0" * 8}, "no column inputs, targets"),
-    "too short": ({"a.safetensors": _header({"inputs": ONE, "targets": ONE})}, "other bytes"),
+    "too short": (
+        {"a.safetensors": _header({"inputs": ONE, "targets": ONE})},
+        "the number of bytes of",
+    ),
     "no row": (
         {
             "a.safetensors": _header({"inputs": {**ONE, "shape": [], "data_offsets": [0, 4]}})
@@ -213,7 +216,7 @@ BROKEN = {
         },
         "single number",
     ),
-    "no npy": ({"a.inputs.npy": b"nothing of it", "a.targets.npy": b""}, "not an npy file"),
+    "not an npy": ({"a.inputs.npy": b"nothing of it", "a.targets.npy": b""}, "not an npy file"),
     "no name": ({"inputs.npy": b""}, "NAME.COLUMN.npy"),
 }
 

@@ -295,7 +295,7 @@ def test_a_batch_in_any_number_of_pieces_has_one_gradient(pieces: int, loss: str
     [
         ({"clip_norm": 0}, "give a number greater than 0"),
         ({"precision": "fp8"}, "choose 'full' or 'bf16'"),
-        ({"ema": 1.0}, "a number from 0 to below 1"),
+        ({"ema": 1.0}, "0 or more and less than 1"),
         ({"compile": 3}, "a backend of torch.compile"),
         ({"unfreeze": ["0"]}, "the step from which"),
         ({"unfreeze": {"0.*": -1}}, "0 or more"),

@@ -49,7 +49,7 @@ def test_a_run_that_ends_for_nan_names_the_column(strategy: dure.Strategy, world
 
 
 def test_clients_that_are_refused_for_nan_name_the_column() -> None:
-    with pytest.warns(UserWarning, match="bad values") as caught:
+    with pytest.warns(UserWarning, match="invalid values") as caught:
         dure.train(spoiled(), dure.FedAvg(clients=2), stop=dure.Stop(rounds=1))
     assert f"the training data contain invalid values: {AGE}" in [
         str(one.message) for one in caught

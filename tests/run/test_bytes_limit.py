@@ -86,7 +86,7 @@ def test_clients_that_have_used_up_their_transfers_are_not_asked_again(
     world = dure.Simulated(
         engine="loop", transfer_budget=budget, devices="lognormal:1", drop_out=drop_out
     )
-    with pytest.warns(UserWarning, match="had used up what a client may transfer"):
+    with pytest.warns(UserWarning, match="have reached their transfer budget"):
         run = dure.train(small_task(), strategy, world, dure.Stop(rounds=1_000))
     assert run.summary["ended"] == "transfers"
     assert all(one <= budget for one in spent(run))

@@ -180,7 +180,7 @@ def test_what_a_worker_holds_has_to_fit_and_what_fits_is_not_refused(strategy, e
         assert refusal(2 * each, strategy, world, shared=True) is None
         told = refusal(2 * each - 1, strategy, world, shared=True)
         assert told is not None
-        assert f", {2 * each} MB together, and" in told
+        assert f", {2 * each} MB together, but only" in told
         assert "each on its own machine" in told
 
 

@@ -93,7 +93,7 @@ def test_a_lineage_that_says_something_else_is_found_out(copy, what, value) -> N
 )
 def test_what_is_no_lineage_is_told_in_a_line(copy, text) -> None:
     (copy / LINEAGE).write_text(text)
-    with pytest.raises(LineageError, match="no lineage"):
+    with pytest.raises(LineageError, match="not a signed lineage"):
         verify(copy)
     (copy / LINEAGE).unlink()
     with pytest.raises(LineageError, match="cannot read"):

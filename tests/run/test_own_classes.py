@@ -114,5 +114,5 @@ def test_what_lacks_the_base_is_refused_in_one_line() -> None:
             dure.train(small_task(), strategy, stop=STOP_STEPS)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=said):
             dure.compare(small_task(), [strategy], stop=STOP_STEPS)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"Duck is no dure\.World"):
+    with pytest.raises(ValueError, match=r"Duck is not a dure\.World"):
         dure.train(small_task(), dure.SingleWorker(), Duck(), STOP_STEPS)  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ def test_what_is_neither_values_nor_a_range_is_refused(text, complaint):
     [
         ({}, None, "at least one setting"),
         ({"lr": ValueRange(0, 1)}, None, "a grid cannot enumerate"),
-        ({"lr": ["1"]}, 0, "at least 1"),
+        ({"lr": ["1"]}, 0, "1 or more"),
     ],
 )
 def test_a_space_that_makes_no_trials_is_refused(space, draws, complaint):

@@ -479,7 +479,7 @@ def test_progress_is_told_with_all_that_a_display_needs():
         ),
         (
             {"task": small_task(test=None), "stop": Stop(target={"test_loss": 1.0})},
-            "there is no test data",
+            "available metrics: no test data",
         ),
     ],
 )

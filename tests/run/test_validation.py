@@ -178,17 +178,17 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"stop": dure.Stop(epochs=1, min_delta=0.1)}, "no patience is given"),
     (lambda: {"stop": dure.Stop(epochs=1, min_delta=-1)}, "min_delta is -1"),
     (lambda: {"stop": dure.Stop(patience=0)}, "patience is 0"),
-    (lambda: {"task": task(validation=1.5)}, "a share of the training data between 0 and 1"),
-    (lambda: {"task": task(validation=True)}, "a share of the training data between 0 and 1"),
+    (lambda: {"task": task(validation=1.5)}, "a fraction of the training data between 0 and 1"),
+    (lambda: {"task": task(validation=True)}, "a fraction of the training data between 0 and 1"),
     (lambda: {"task": task(validation=0.9999)}, "leaves none to train on"),
-    (lambda: {"task": task(train=_own, validation=0.1)}, "lie with the ranks"),
+    (lambda: {"task": task(train=_own, validation=0.1)}, "only the ranks hold"),
     (
         lambda: {
             "task": task(validation=0.1),
             "strategy": dure.FedAvg(clients=2),
             "world": dure.Network(access="open"),
         },
-        "lie with the clients",
+        "only the clients hold",
     ),
     (
         lambda: {
