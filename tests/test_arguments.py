@@ -106,7 +106,7 @@ def test_copies_pickles_and_signatures_of_settings_are_as_ever() -> None:
         (lambda: dure.FedBuff(buffer=10**30), "buffer is 10+, and no run ever counts so far"),
         (lambda: dure.LocalSGD(period=10**20), "period is 10+, and no run ever counts so far"),
         (lambda: dure.FedAvg(server_lr=1e308), r"server_lr is 1e\+308, and .* overflows"),
-        (lambda: dure.FedProx(mu=math.nan), "mu is nan, which is no number"),
+        (lambda: dure.FedProx(mu=math.nan), "mu is nan, which is not a number"),
     ],
 )
 def test_a_field_of_a_strategy_is_of_its_type(make: Callable[[], Any], sentence: str) -> None:

@@ -465,9 +465,12 @@ def test_progress_is_told_with_all_that_a_display_needs():
             "the target 'test_f1' is not measured; available metrics: test_accuracy, test_loss",
         ),
         ({"stop": Stop(rounds=3)}, "this run has no stopping condition"),
-        ({"evaluate_every": 0}, "evaluate_every is 0, but it is a number of steps: 1 or more"),
+        (
+            {"evaluate_every": 0},
+            "evaluate_every is 0, but it is a number of steps: 1 or more",
+        ),
         ({"checkpoint_every": -1}, "checkpoint_every is -1"),
-        ({"world": dure.Processes(2)}, "SingleWorker is one worker, but the world has 2"),
+        ({"world": dure.Processes(2)}, "SingleWorker has one worker, but the world has 2"),
         (
             {"world": dure.Simulated()},
             "SingleWorker does not run in Simulated; it needs a world of ranks",

@@ -357,7 +357,7 @@ def test_time_is_told_apart_and_every_rank_has_a_lane(tmp_path: Path) -> None:
         (dure.DataParallel(8, accumulate=0), 2, "accumulate is 0"),
         (dure.DataParallel(8, bucket_bytes=0), 2, "bucket_bytes is 0"),
         (dure.DataParallel(8, overlap="maybe"), 2, "overlap is 'maybe'"),  # type: ignore[arg-type]
-        (dure.SingleWorker(8), 2, "SingleWorker is one worker, but the world has 2"),
+        (dure.SingleWorker(8), 2, "SingleWorker has one worker, but the world has 2"),
         (dure.FedAvg(4), 2, "FedAvg does not run in Processes"),
     ],
 )
