@@ -28,10 +28,10 @@ LARGEST_NUMBER = 3.4e38
 """Largest float32; a product with a larger number overflows."""
 
 _WORDS: dict[Any, str] = {
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     bool: "True or False",
-    str: "a text",
+    str: "a str",
     type(None): "None",
 }
 
@@ -147,7 +147,7 @@ def _check_size(name: str, value: Any) -> None:
     if isinstance(value, int) and abs(value) > LARGEST_COUNT:
         raise ValueError(f"{name} is {value}, and no run ever counts so far: give a smaller number")
     if isinstance(value, float) and math.isnan(value):
-        raise ValueError(f"{name} is {value}, which is no number")
+        raise ValueError(f"{name} is {value}, which is not a number")
     if isinstance(value, float) and LARGEST_NUMBER < abs(value) < math.inf:
         raise ValueError(
             f"{name} is {value}, and what is multiplied with it overflows: give a smaller number"

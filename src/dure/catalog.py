@@ -64,7 +64,7 @@ SYSTEMS: dict[str, StrategyEntry] = {
     "zero": StrategyEntry(
         "dure.parallel.zero.strategy",
         "ZeRO",
-        "data parallel that divides what ranks would hold alike",
+        "data parallel that divides the otherwise replicated state",
         forks=True,
     ),
     "pipeline": StrategyEntry(
@@ -85,13 +85,13 @@ SYSTEMS: dict[str, StrategyEntry] = {
     "parallel-sgd": StrategyEntry(
         "dure.averaging.parallel_sgd",
         "ParallelSGD",
-        "ranks train apart, models are combined seldom",
+        "ranks train independently, their models are combined seldom",
         forks=True,
     ),
     "local-sgd": StrategyEntry(
         "dure.averaging.local_sgd",
         "LocalSGD",
-        "ranks train apart, weights are averaged every few steps",
+        "ranks train independently, weights are averaged every few steps",
         forks=True,
     ),
     "diloco": StrategyEntry(
@@ -103,7 +103,7 @@ SYSTEMS: dict[str, StrategyEntry] = {
     "admm": StrategyEntry(
         "dure.averaging.admm",
         "ADMM",
-        "ranks minimise apart, duals draw them to a consensus",
+        "ranks minimise independently, dual variables lead them to a consensus",
         forks=True,
     ),
     "layers-per-core": StrategyEntry(
@@ -136,12 +136,13 @@ SYSTEMS: dict[str, StrategyEntry] = {
     "parallel-split": StrategyEntry(
         "dure.split.parallel",
         "ParallelSplit",
-        "split learning in which all clients' batches are one batch of the server's",
+        "split learning in which the server joins all clients' batches into one batch",
     ),
     "split-fed": StrategyEntry(
         "dure.split.split_fed",
         "SplitFed",
-        "split learning at the same time, heads (and tails) are averaged every round",
+        "split learning with all clients at the same time, heads (and tails) are averaged every "
+        "round",
     ),
     "vertical-split": StrategyEntry(
         "dure.split.vertical",
@@ -161,7 +162,7 @@ SYSTEMS: dict[str, StrategyEntry] = {
     "fed-prox": StrategyEntry(
         "dure.federated.algorithms.fed_prox",
         "FedProx",
-        "FedAvg whose clients are held near the global model, and may do less",
+        "FedAvg with a penalty that keeps clients near the global model, and partial work",
     ),
     "scaffold": StrategyEntry(
         "dure.federated.algorithms.scaffold",
@@ -183,17 +184,18 @@ SYSTEMS: dict[str, StrategyEntry] = {
     "fed-async": StrategyEntry(
         "dure.federated.algorithms.fed_async",
         "FedAsync",
-        "no rounds: updates are mixed in one by one, the stale ones by less",
+        "no rounds: the server mixes in each update as it arrives, with a smaller weight if it "
+        "is stale",
     ),
     "fed-buff": StrategyEntry(
         "dure.federated.algorithms.fed_buff",
         "FedBuff",
-        "no rounds: a step for every so many updates, the stale ones count less",
+        "no rounds: a server step for every K updates, with smaller weights for stale ones",
     ),
     "byzantine": StrategyEntry(
         "dure.federated.algorithms.byzantine",
         "ByzantineGD",
-        "gradient descent by the geometric median of means: withstands liars",
+        "gradient descent by the geometric median of means: tolerates malicious clients",
     ),
     "fed-per": StrategyEntry(
         "dure.federated.algorithms.fed_per",
@@ -203,12 +205,12 @@ SYSTEMS: dict[str, StrategyEntry] = {
     "ditto": StrategyEntry(
         "dure.federated.algorithms.ditto",
         "Ditto",
-        "FedAvg, and for every client a model of its own near the global one",
+        "FedAvg, and for every client a personal model near the global one",
     ),
     "local-only": StrategyEntry(
         "dure.federated.algorithms.local_only",
         "LocalOnly",
-        "every client trains alone, nothing travels: what taking part is compared with",
+        "every client trains alone, nothing is sent: the baseline for taking part",
     ),
     "per-fed-avg": StrategyEntry(
         "dure.federated.algorithms.per_fed_avg",
@@ -235,23 +237,23 @@ _RANKS = ("processes", "torchrun")
 _CLIENTS = ("simulated", "network")
 
 FAMILIES: tuple[Family, ...] = (
-    Family("one worker, with which all others are compared", ("single-worker",), ("processes",)),
+    Family("one worker, the baseline for all others", ("single-worker",), ("processes",)),
     Family(
-        "workers that make each step together",
+        "workers that compute each step together",
         branches=(
             Family(
                 "each computes its part of the batch",
                 ("data-parallel",),
                 (*_RANKS, "threads"),
             ),
-            Family("and holds a part of what all would hold alike", ("zero",), _RANKS),
+            Family("and holds a part of the otherwise replicated state", ("zero",), _RANKS),
             Family("each holds a part of the model", ("pipeline", "tensor-parallel"), _RANKS),
             Family("each holds some of the layers", ("layers-per-core",), ("threads",)),
-            Family("several of these at once", ("parallel",), _RANKS),
+            Family("several of these together", ("parallel",), _RANKS),
         ),
     ),
     Family(
-        "workers that train apart, and combine their models now and then",
+        "workers that train independently, and combine their models now and then",
         ("parallel-sgd", "local-sgd", "diloco", "admm"),
         _RANKS,
     ),
@@ -263,7 +265,9 @@ FAMILIES: tuple[Family, ...] = (
                 ("parameter-server", "downpour"),
                 ("processes", "simulated"),
             ),
-            Family("they lie in memory that all share", ("hogwild",), ("threads", "processes")),
+            Family(
+                "they are in memory that all workers share", ("hogwild",), ("threads", "processes")
+            ),
         ),
     ),
     Family(
@@ -282,12 +286,14 @@ FAMILIES: tuple[Family, ...] = (
                 ),
             ),
             Family("without rounds", ("fed-async", "fed-buff"), _CLIENTS),
-            Family("against clients that lie", ("byzantine",), _CLIENTS),
+            Family("against malicious clients", ("byzantine",), _CLIENTS),
             Family(
-                "with a model of each client's own", ("fed-per", "ditto", "per-fed-avg"), _CLIENTS
+                "with a personal model for each client",
+                ("fed-per", "ditto", "per-fed-avg"),
+                _CLIENTS,
             ),
             Family(
-                "each client alone, beside which federations are compared",
+                "each client alone, the baseline for federations",
                 ("local-only",),
                 _CLIENTS,
             ),
@@ -339,7 +345,7 @@ WORLDS: dict[str, WorldEntry] = {
     "network": WorldEntry(
         "dure.worlds.network.world",
         "Network",
-        "a federation whose clients come to this server over a network",
+        "a federation whose clients connect to this server over a network",
         lives="clients",
         call="Network()",
     ),

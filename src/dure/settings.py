@@ -24,7 +24,7 @@ Setting = TypeVar("Setting")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
-_KINDS = {int: "a whole number", float: "a number", str: "a word"}
+_KINDS = {int: "an integer", float: "a number", str: "a word"}
 
 
 def write(setting: Any, without: Collection[str] = ()) -> str:

@@ -194,7 +194,7 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(momentum: Any, tmp_path:
         ({"rho": float("nan")}, "rho is nan"),
         ({"local_epochs": 0}, "local_epochs is 0"),
         ({"local_steps": 0}, "local_steps is 0"),
-        ({"momentum": "mix"}, "a synchronisation can keep, average, reset it"),
+        ({"momentum": "mix"}, "choose one of keep, average, reset"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_any_work(

@@ -262,7 +262,7 @@ def test_a_lost_rank_is_named_with_its_round() -> None:
     [
         ({"period": 0}, "period is 0"),
         ({"local_from": -1}, "local_from is -1"),
-        ({"momentum": "mix"}, "a synchronisation can keep, average, reset it"),
+        ({"momentum": "mix"}, "choose one of keep, average, reset"),
         ({"all_reduce": "rng"}, "there is no all-reduce 'rng'"),
         ({"batch_size": 1}, "a joint batch of 1 cannot be divided over 2 workers"),
         ({"batch_size": 0}, "batch_size is 0"),

@@ -149,7 +149,7 @@ def test_a_loss_that_is_not_finite_names_its_rank() -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"combine_every": 0}, "combine_every is 0, but models are combined after at least one"),
+        ({"combine_every": 0}, "combine_every is 0, but it has to be 1 or more"),
         ({"combine": "worst"}, "combine is 'worst'; choose one of average, best"),
         ({"partition": dure.NaturalKey()}, "3"),
         ({"batch_size": 1}, "a joint batch of 1 cannot be divided over 2 workers"),

@@ -113,13 +113,13 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
         ("train digits single-worker --batch-size few", "Error parsing --batch-size"),
         (
             "train digits single-worker --batch-size 0",
-            "batch_size is 0, but a batch has at least one example",
+            "batch_size is 0, but it has to be 1 or more",
         ),
         ("train digits data-parallel --batch-size 0 --workers 2", "batch_size is 0"),
         ("train digits fed-avg --batch-size 0", "batch_size is 0"),
         (
             "train digits fed-avg --fraction 0",
-            "fraction is 0.0, but a share of the clients is in (0, 1]",
+            "fraction is 0.0, but it has to be in (0, 1]",
         ),
         ("train digits fed-avg --fraction 1.5", "fraction is 1.5"),
         (
@@ -136,7 +136,7 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
         ),
         (
             "train mine.py:task data-parallel --workers 21",
-            "21 workers are more than the 20 training examples",
+            "the run has 21 workers, but only 20 training examples",
         ),
         (
             "train digits single-worker --workers 2",
@@ -148,25 +148,25 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
         ),
         (
             "train digits single-worker --epochs -1",
-            "epochs is -1.0, but a run ends after more than 0 epochs",
+            "epochs is -1.0, but it has to be more than 0",
         ),
-        ("train digits single-worker --rounds 3", "rounds do not count here, it counts steps"),
+        ("train digits single-worker --rounds 3", "rounds do not apply: this system counts steps"),
         (
             "train digits single-worker --target accuracy",
-            "it is METRIC=VALUE, such as test_accuracy=0.99",
+            "write METRIC=VALUE, such as test_accuracy=0.99",
         ),
         (
             "train digits single-worker --target accuracy=0.9",
-            "the target 'accuracy' is not measured; there is",
+            "the target 'accuracy' is not measured; available metrics:",
         ),
         (
             "train digits single-worker --evaluate-every 0",
-            "evaluate_every is 0, but it counts steps: at least 1",
+            "evaluate_every is 0, but it is a number of steps: 1 or more",
         ),
         ("train digits single-worker --out .", "is not empty"),
         ("train digits single-worker --out mine.py", "mine.py is a file, and no folder"),
         (f"train digits single-worker --out {'a' * 300}", "File name too long"),
-        ("bench all-reduce --out mine.py", "mine.py is a file, and the result goes into a folder"),
+        ("bench all-reduce --out mine.py", "mine.py is a file, but the result needs a folder"),
         (f"show {'a' * 300}", "File name too long"),
         ("train digits single-worker --out mine.py/run", "cannot make the run folder"),
         ("train --resume nowhere", "nowhere is not a run folder"),
@@ -323,7 +323,7 @@ def test_a_run_goes_on_where_it_ended(dure, here):
 def test_ctrl_c_ends_a_run_with_status_130_and_says_how_to_go_on(dure):
     status, _, err = dure("train mine.py:interrupts single-worker --epochs 9999 --out run")
     assert status == 130
-    assert "interrupted; go on with: dure train --resume run" in err
+    assert "interrupted; resume with: dure train --resume run" in err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -445,5 +445,5 @@ def test_standard_output_that_cannot_be_written_is_said_in_a_line(tmp_path):
             check=False,
         )
     assert done.returncode == 1
-    assert done.stderr.startswith("dure: cannot write what is to be printed: No space left")
+    assert done.stderr.startswith("dure: cannot write the output: No space left")
     assert done.stderr.count("\n") == 1

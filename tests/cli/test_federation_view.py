@@ -84,7 +84,7 @@ def test_where_there_is_no_terminal_a_line_says_what_has_changed(clock) -> None:
 def test_measuring_is_told_too(clock) -> None:
     view = FederationView()
     view.hears({"federation": {**THERE, "doing": "measuring"}})
-    assert "clients that measure the model of round 12" in text_of(view.drawn())
+    assert "clients that evaluate the model of round 12" in text_of(view.drawn())
 
 
 def test_the_display_of_a_run_takes_what_is_no_progress(capsys) -> None:
@@ -107,11 +107,11 @@ def test_a_client_shows_its_round_its_transfer_and_what_came_of_the_last() -> No
     text = text_of(picture.drawn())
     assert "round 13 · sending" in text
     assert "1.2 MB of 12.3 MB" in text
-    assert "1 update counted, 1 did not" in text
+    assert "1 update counted, 1 not counted" in text
     assert "last: the update: too late" in text
     picture.hears("sent", {"round": 12})
     text = text_of(picture.drawn())
-    assert "waiting for what is next" in text
+    assert "waiting for the next assignment" in text
     assert "12.3 MB" not in text
 
 
@@ -142,7 +142,7 @@ def test_a_client_without_a_terminal_says_one_line_a_round(capsys) -> None:
         "dure: round 2: sent 812 kB; the update counts",
         "dure: round 3: sent 812 kB; the update counts",
         "dure: round 4: sent 812 kB; the update: it is not finite",
-        "dure: round 5: left off, the update is not wanted any more: the run is over",
+        "dure: round 5: stopped, the server does not need the update any more: the run is over",
         "dure: the run is over",
     ]
 

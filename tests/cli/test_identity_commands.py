@@ -92,9 +92,9 @@ def test_so_many_tokens_are_printed_as_are_asked_for(said, served) -> None:
     assert len(set(tokens)) == 3
     # None that a command line would take for a flag.
     assert all(re.fullmatch("[0-9a-f]{32}", token) for token in tokens)
-    assert "3 invitations open" in said("clients list run")[1]
+    assert "3 invitations are open" in said("clients list run")[1]
     assert said("clients withdraw run")[0] == 0
-    assert "0 invitations open" in said("clients list run")[1]
+    assert "0 invitations are open" in said("clients list run")[1]
 
 
 def test_the_list_says_who_is_there(said, served) -> None:
@@ -104,7 +104,7 @@ def test_the_list_says_who_is_there(said, served) -> None:
     out = said("clients list run")[1]
     assert re.search(r"^0 +ward 3 +enrolled .* a{16}$", out, re.MULTILINE)
     assert re.search(r"^1 +client 1 +revoked ", out, re.MULTILINE)
-    assert "1 of 3 places are free" in out
+    assert "1 of 3 client ids are free" in out
     listed = json.loads(said("clients list run --json")[1])
     assert [client["state"] for client in listed["clients"]] == ["enrolled", "revoked"]
 

@@ -78,11 +78,11 @@ def test_a_comparison_goes_on_from_its_folder(said, compared):
         ("compare digits single-worker --seeds 0", "seeds is 0"),
         ("train digits single-worker --seeds 2 --label mine", "--label is for a single run"),
         ("sweep digits single-worker", "at least one setting with several values"),
-        ("sweep digits single-worker --grid lr", "it is NAME=VALUE,VALUE"),
-        ("sweep digits single-worker --grid lr=log:0.1:1", "say how many trials are drawn"),
+        ("sweep digits single-worker --grid lr", "write NAME=VALUE,VALUE"),
+        ("sweep digits single-worker --grid lr=log:0.1:1", "give the number of trials to draw"),
         ("sweep digits single-worker --grid mu=1,2", "SingleWorker has no field 'mu'"),
         ("sweep digits single-worker --grid lr=1 lr=2", "names lr twice"),
-        ("serve digits fed-avg --clients 2 --seeds 3", "who serves has one seed"),
+        ("serve digits fed-avg --clients 2 --seeds 3", "a served run has one seed"),
         ("sweep digits", "name a task and a system"),
         ("list nowhere", "there is no folder nowhere"),
         ("show .", "is not a run folder"),
@@ -123,7 +123,7 @@ def test_an_interrupted_sweep_says_how_it_goes_on_and_by_which_metric_it_judges(
         patched.setattr("dure.cli.show.Display", Interrupts)
         status, _, errors = said(f"{line} --metric test_loss")
     assert status == 130
-    hint = "interrupted; go on with: dure sweep --metric test_loss --resume swept"
+    hint = "interrupted; resume with: dure sweep --metric test_loss --resume swept"
     assert hint in errors
     told = json.loads(said(f"{hint.partition('with: dure ')[2]} --json")[1])
     assert told["best"] == "lr 0.2"
@@ -210,7 +210,7 @@ def test_one_worker_has_no_world_to_choose(said):
     # What the help does not offer is still understood, and told why it is no use.
     status, _, err = said("train digits single-worker --rounds 3")
     assert status == 2
-    assert "rounds do not count here" in err
+    assert "rounds do not apply" in err
 
 
 def test_dure_train_has_a_help_of_its_own(said):

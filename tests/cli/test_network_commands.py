@@ -61,7 +61,7 @@ def test_server_and_clients_of_one_command_end_with_ctrl_c_and_go_on(tmp_path: P
         _, said = process.communicate(timeout=30)
         assert process.returncode == 130
         assert said.splitlines()[-1] == (
-            f"interrupted; go on with: dure serve --local --resume {run}"
+            f"interrupted; resume with: dure serve --local --resume {run}"
         )
         assert clients_of(run) == []
         rounds = json.loads((run / "summary.json").read_text())["steps"] + 2
@@ -195,7 +195,7 @@ def test_an_address_without_a_scheme_is_none(capsys: pytest.CaptureFixture[str])
     status, said = joins("localhost:8765", capsys=capsys)
     assert (status, said) == (
         2,
-        ["dure: localhost:8765 is no address of a server: https://HOST:PORT"],
+        ["dure: localhost:8765 is not the address of a server: write https://HOST:PORT"],
     )
 
 
@@ -228,6 +228,6 @@ def test_who_interrupts_a_server_that_waits_hears_how_to_go_on(
     said = capsys.readouterr().err.splitlines()
     assert f"  invite a client: dure clients invite {run}" in said
     assert said[-2:] == [
-        f"nothing is trained yet; go on with: dure serve --resume {run}",
+        f"nothing is trained yet; resume with: dure serve --resume {run}",
         "dure: interrupted",
     ]

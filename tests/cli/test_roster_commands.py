@@ -57,7 +57,7 @@ def test_a_sites_key_is_the_one_with_which_it_joins(said) -> None:
 
 def test_an_owners_key_is_secret_and_is_made_once(said) -> None:
     first = said("roster owner owner.pem")
-    assert "keep it off the server" in first[2]
+    assert "do not store it on the server" in first[2]
     assert stat.S_IMODE(Path("owner.pem").stat().st_mode) == 0o600
     assert "PRIVATE" not in first[1] + first[2]
     again = said("roster owner owner.pem")

@@ -24,8 +24,8 @@ def test_a_flag_is_given_to_all_systems_that_have_it() -> None:
     ]
     assert given.flags == ["--rounds", "3", "--json"]
     assert given.notes == [
-        "--clients 20 is for fed-avg, fed-prox: there is no such setting of data-parallel",
-        "--drop-out 0.1 is for fed-avg, fed-prox: there is no such setting of data-parallel",
+        "--clients 20 applies to fed-avg, fed-prox; data-parallel does not have this setting",
+        "--drop-out 0.1 applies to fed-avg, fed-prox; data-parallel does not have this setting",
     ]
 
 
@@ -39,11 +39,14 @@ def test_a_truth_value_needs_no_value_and_a_list_may_have_commas() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--clietns", "3"], "no system that is compared has --clietns, .* mean '--clients'"),
-        (["--clients"], "--clients is a setting of systems, and has one value"),
-        (["--clients", "--rounds", "3"], "--clients is a setting of systems, and has one value"),
-        (["--partition", "iid,mu=3"], "--partition is a setting of systems, and has one value"),
-        (["--ranks", "3"], "no system that is compared has --ranks"),
+        (
+            ["--clietns", "3"],
+            "nor any of the compared systems has a flag --clietns, .* mean '--clients'",
+        ),
+        (["--clients"], "--clients is a setting of systems and needs one value"),
+        (["--clients", "--rounds", "3"], "--clients is a setting of systems and needs one value"),
+        (["--partition", "iid,mu=3"], "--partition is a setting of systems and needs one value"),
+        (["--ranks", "3"], "nor any of the compared systems has a flag --ranks"),
     ],
 )
 def test_what_nobody_has_or_has_no_value_is_refused(flags, message) -> None:

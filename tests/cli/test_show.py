@@ -73,10 +73,10 @@ def test_a_shuffle_has_columns_beside_runs_that_need_none():
     mixed = summary("mixed", workers=2, shuffle_bytes=4_000_000, shuffle_seconds=0.5)
     none = summary("ADMM", workers=2, shuffle_bytes=0, shuffle_seconds=0.0)
     heading, one, other = cells(mixed, none)
-    place = heading.index("shuffled a worker")
+    place = heading.index("shuffled per worker")
     assert one[place : place + 2] == ["2 MB", "250 ms"]
     assert other[place : place + 2] == ["0 B", "0 s"]
-    assert "shuffled a worker" not in cells(none)[0]
+    assert "shuffled per worker" not in cells(none)[0]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_row_tells_metrics_time_bytes_and_memory():
         "test loss",
         "epochs",
         "time",
-        "sent a worker",
+        "sent per worker",
         "peak memory",
         "idle (over busy)",
     ]

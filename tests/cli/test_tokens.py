@@ -67,7 +67,7 @@ def test_a_person_who_types_a_token_sees_no_echo(monkeypatch: pytest.MonkeyPatch
 def test_what_is_no_token_is_not_sent(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "token"
     file.write_bytes(content)
-    with pytest.raises(ValueError, match="holds no token") as error:
+    with pytest.raises(ValueError, match="contains no token") as error:
         token_of("", file)
     assert str(file) in str(error.value)
     assert "words" not in str(error.value)
@@ -79,7 +79,7 @@ def test_what_is_missing_or_given_twice_is_said(tmp_path: Path, typed) -> None:
     with pytest.raises(ValueError, match="given twice"):
         token_of(TOKEN, tmp_path / "token")
     typed("")
-    with pytest.raises(ValueError, match="standard input holds no token"):
+    with pytest.raises(ValueError, match="standard input contains no token"):
         token_of("-", None)
 
 

@@ -44,14 +44,14 @@ def test_a_system_that_can_be_simulated_takes_conditions_beside_its_settings() -
     ("system", "said"),
     [
         ("data-parallel,attack=nan", "DataParallel has no field 'attack'"),
-        ("data-parallel,world=mars", "the world is threads or processes"),
-        ("data-parallel,world=simulated", "the world is threads or processes"),
-        ("parameter-server,world=mars", "the world is threads or processes"),
+        ("data-parallel,world=mars", "the world has to be threads, processes"),
+        ("data-parallel,world=simulated", "the world has to be threads, processes"),
+        ("parameter-server,world=mars", "the world has to be threads, processes"),
         ("parameter-server,world=simulated,snails=2", "ParameterServer has no field 'snails'"),
         ("fed-avg,attack=sign-flip", "an attack needs attackers"),
         ("fed-avg,drop_out=often", "drop_out cannot be 'often'"),
         ("fed-avg,devices=snails", "there is no device setting 'snails'"),
-        ("fed-avg,devices", "a setting is field=value"),
+        ("fed-avg,devices", "write a setting as field=value"),
     ],
 )
 def test_what_does_not_fit_is_said(system: str, said: str) -> None:

@@ -175,7 +175,7 @@ def test_inputs_that_the_model_does_not_take_are_refused_with_the_remedy(
     task = small_task(model=partial(network, torch.float32))
     with pytest.raises(
         ValueError,
-        match=r"training inputs are torch.float64 and the model computes in torch.float32.*"
+        match=r"training inputs are torch.float64 and the model is torch.float32.*"
         r"Task\(dtype=torch.float32\)",
     ):
         dure.train(task, system, out=tmp_path / "run")

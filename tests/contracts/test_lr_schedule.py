@@ -255,7 +255,7 @@ def test_without_a_schedule_nobody_asks_for_rates() -> None:
         small_task(optimizer=Alike), dure.DataParallel(8), dure.Processes(2), stop, seed=3
     )
     assert largest_difference(run, alone(small_task(), stop)) < TOLERANCE
-    with pytest.raises(ValueError, match="Alike has none"):
+    with pytest.raises(ValueError, match="Alike has no learning rate"):
         dure.train(scheduled(optimizer=Alike), dure.SingleWorker(8), stop=stop)
 
 
@@ -272,12 +272,12 @@ class NoRate(torch.optim.Optimizer):
         ({"lr_schedule": lambda: 1.0}, r"lr_schedule\(0\) raised TypeError"),
         (
             {"lr_schedule": partial(StepLR, step_size=3)},
-            "a function of the step that gives a factor",
+            "a function of the step that returns a factor",
         ),
-        ({"optimizer": NoRate}, "NoRate has none"),
+        ({"optimizer": NoRate}, "NoRate has no learning rate"),
         (
             {"optimizer": lambda parameters: NoRate([{"params": list(parameters), "lr": None}])},
-            "NoRate has none",
+            "NoRate has no learning rate",
         ),
     ],
     ids=["negative", "nan", "no argument", "a scheduler", "no rate", "none"],

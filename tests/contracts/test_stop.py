@@ -64,9 +64,7 @@ def test_bytes_alone_end_a_run_that_sends_none_after_ten_epochs():
 @pytest.mark.parametrize("name", ["epochs", "steps", "rounds", "seconds", "bytes"])
 @pytest.mark.parametrize("value", [0, -1, math.nan])
 def test_a_limit_that_is_not_positive_is_refused(name, value):
-    with pytest.raises(
-        ValueError, match=f"{name} is {value}, but a run ends after more than 0 {name}"
-    ):
+    with pytest.raises(ValueError, match=f"{name} is {value}, but it has to be more than 0"):
         Stop(**{name: value}).check("step")
 
 
@@ -76,11 +74,11 @@ def test_a_limit_that_is_not_positive_is_refused(name, value):
         (
             Stop(),
             "step",
-            "nothing ends this run: give epochs, steps, seconds, bytes, patience or a target",
+            "this run has no stopping condition: give epochs, steps, seconds, bytes",
         ),
-        (Stop(rounds=3), "step", "rounds do not count here, it counts steps"),
-        (Stop(steps=3), "round", "steps do not count here, it counts rounds"),
-        (Stop(target={}), "round", "nothing ends this run"),
+        (Stop(rounds=3), "step", "rounds do not apply: this system counts steps"),
+        (Stop(steps=3), "round", "steps do not apply: this system counts rounds"),
+        (Stop(target={}), "round", "this run has no stopping condition"),
     ],
 )
 def test_limits_that_never_end_a_run_are_refused(stop, unit, complaint):

@@ -50,7 +50,7 @@ def test_data_become_examples_whatever_they_were():
     [
         (
             {"model": nn.Linear(2, 2)},
-            r"Task\(model=...\) has to be a function that makes a fresh one",
+            r"Task\(model=...\) has to be a function that returns a new one",
         ),
         ({"model": None}, r"Task\(model=...\) has to be a function"),
         ({"loss": "cross_entropy"}, r"Task\(loss=...\) has to be a function"),
@@ -58,14 +58,20 @@ def test_data_become_examples_whatever_they_were():
             {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)},
             r"Task\(optimizer=...\) has to be a function",
         ),
-        ({"train": 3}, "a int cannot be trained on"),
+        ({"train": 3}, "data of the type int are not supported"),
         ({"test": (torch.zeros(2), torch.zeros(3))}, "different lengths"),
-        ({"metrics": [accuracy]}, r"Task\(metrics=...\) is a list: give names"),
-        ({"metrics": {1: accuracy}}, "the name 1 has to be a text"),
-        ({"metrics": {"f1": 3}}, "the metric 'f1' has to be a function"),
-        ({"metrics": {"mse": nn.MSELoss}}, "the metric 'mse' is the class MSELoss: give an object"),
+        ({"metrics": [accuracy]}, r"Task\(metrics=...\) is a list: give a dict"),
+        ({"metrics": {1: accuracy}}, "the name 1 has to be a str"),
+        ({"metrics": {"f1": 3}}, "the metric 'f1' is .*, but has to be a function"),
+        (
+            {"metrics": {"mse": nn.MSELoss}},
+            "the metric 'mse' is the class MSELoss: give an instance",
+        ),
         ({"metrics": {"loss": accuracy}}, "the metric 'loss' would be reported as test_loss"),
-        ({"metrics": {"a": accuracy, "a_p10": accuracy}}, "the metric 'a_p10' has the name of the"),
+        (
+            {"metrics": {"a": accuracy, "a_p10": accuracy}},
+            "the metric 'a_p10' has the name under which the",
+        ),
         ({"metric_memory": 1.5}, "metric_memory=1.5"),
     ],
 )
@@ -141,9 +147,9 @@ class Listed:
         ((torch.ones(6), torch.ones(6), 1), "item 0 of the dataset is a tuple of 3: give"),
         (
             {"features": torch.ones(6), "size": 1},
-            "a dict needs a column labels, which is the target, and there is features, size",
+            "a dict needs a column labels for the targets; it has features, size",
         ),
-        ((torch.ones(6), "cat"), "the target of item 0 is the text 'cat': give the index"),
+        ((torch.ones(6), "cat"), "the target of item 0 is the str 'cat': give the index"),
     ],
 )
 def test_items_that_are_no_pairs_are_told_before_any_work(item, said):

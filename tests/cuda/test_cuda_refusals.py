@@ -47,13 +47,13 @@ def test_ranks_refuse_a_model_on_a_gpu(name: str) -> None:
     ],
 )
 def test_a_worker_on_the_cpu_refuses_it_too(strategy: Any, world: Any) -> None:
-    with pytest.raises(ValueError, match=f"a model on {GPU}, and here the CPU computes"):
+    with pytest.raises(ValueError, match=f"a model on {GPU}, but this system computes on the CPU"):
         dure.train(small_task(model=there(network)), strategy, world, dure.Stop(epochs=1))
 
 
 @pytest.mark.parametrize("name", ["parameter-server", "downpour"])
 def test_simulated_servers_refuse_it(name: str) -> None:
-    with pytest.raises(ValueError, match=f"a model on {GPU}, and here the CPU computes"):
+    with pytest.raises(ValueError, match=f"a model on {GPU}, but this system computes on the CPU"):
         dure.train(
             small_task(model=there(network)),
             parse_strategy(name),
@@ -68,7 +68,7 @@ def test_a_model_on_two_devices_is_refused_by_simulated_clients() -> None:
         model[0].to(GPU)
         return model
 
-    with pytest.raises(ValueError, match="move all of it there"):
+    with pytest.raises(ValueError, match="move the whole model to one device"):
         dure.train(small_task(model=halves), dure.FedAvg(3), stop=dure.Stop(rounds=1))
 
 

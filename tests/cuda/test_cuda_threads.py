@@ -107,5 +107,5 @@ def test_a_run_on_a_gpu_is_resumed(strategy: Any, tmp_path: Path) -> None:
 
 
 def test_hogwild_takes_one_device() -> None:
-    with pytest.raises(ValueError, match="name only one"):
+    with pytest.raises(ValueError, match="give only one"):
         dure.train(small_task(), dure.Hogwild(8), dure.Threads(2, ("cuda:0", "cpu")), STOP)

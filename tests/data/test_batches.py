@@ -42,9 +42,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 @pytest.mark.parametrize("size", [0, -3])
 def test_a_batch_without_examples_is_refused(size):
-    with pytest.raises(
-        ValueError, match=f"batch_size is {size}, but a batch has at least one example"
-    ):
+    with pytest.raises(ValueError, match=f"batch_size is {size}, but it has to be 1 or more"):
         check_batch_size(size)
 
 

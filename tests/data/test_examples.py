@@ -166,9 +166,15 @@ class NoLength(Pairs):
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: Subset(CountedStream(), [0, 1]), "a CountedStream is read from its start"),
-        (lambda: Subset(Subset(NoItems(), [0, 1]), [0]), "a NoItems is read from its start"),
-        (lambda: ConcatDataset([Pairs(), NoItems()]), "a NoItems is read from its start"),
+        (
+            lambda: Subset(CountedStream(), [0, 1]),
+            "a CountedStream can only be read from its start",
+        ),
+        (
+            lambda: Subset(Subset(NoItems(), [0, 1]), [0]),
+            "a NoItems can only be read from its start",
+        ),
+        (lambda: ConcatDataset([Pairs(), NoItems()]), "a NoItems can only be read from its start"),
         (NoLength, "the dataset has no length (NotImplementedError: nobody knows)"),
     ],
 )
@@ -193,9 +199,9 @@ def test_parts_of_lists_are_lists():
         (lambda: Examples(torch.tensor(1.0), torch.tensor(1)), "of shape (n, ...)"),
         (lambda: DatasetExamples(Pairs(0)), "the dataset has length 0"),
         (lambda: DatasetExamples(Pairs(2), keys=["a"]), "2 examples, but 1 keys"),
-        (lambda: as_examples(Stream()), "does not say how many examples an epoch has"),
-        (lambda: as_examples(3), "a int cannot be trained on"),
-        (lambda: as_examples(None), "a NoneType cannot be trained on"),
+        (lambda: as_examples(Stream()), "has no length: give dure.StreamExamples"),
+        (lambda: as_examples(3), "data of the type int are not supported"),
+        (lambda: as_examples(None), "data of the type NoneType are not supported"),
     ],
 )
 def test_what_cannot_be_examples_is_refused(make, complaint):

@@ -75,7 +75,7 @@ def test_a_damaged_file_is_named_with_what_was_found_and_expected(tmp_path, cont
         (idx(0x08, (3,), b""), "at least 4 bytes of elements, expected 3"),
         (b"", "not an IDX file|element type"),
         (idx(0x0D, (2**20, 2**20, 2**20), b""), "too short for its shape"),
-        (idx(0x08, (64 << 20,), b""), "and takes twice that of memory"),
+        (idx(0x08, (64 << 20,), b""), "and needs twice that much memory"),
     ],
     ids=["less declared", "no header", "more than can be", "more than memory"],
 )

@@ -52,15 +52,15 @@ def test_however_keys_are_given_equal_ones_are_one_client(keys: Any) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ([float("nan"), *[1.0] * (N - 1)], "example 0 has the key nan, which names nobody"),
-        ([*["a"] * (N - 1), None], "example 11 has the key None, which names nobody"),
+        ([float("nan"), *[1.0] * (N - 1)], "example 0 has the key nan, which is not a valid key"),
+        ([*["a"] * (N - 1), None], "example 11 has the key None, which is not a valid key"),
         (torch.full((N,), float("inf")), "example 0 has the key inf"),
-        ([0, "0"] * (N // 2), "keys are of different types .int, str."),
-        ([True, 1] * (N // 2), "keys are of different types .bool, int."),
-        ([[0]] * N, "keys are texts or numbers"),
-        ([(0, None)] * N, "keys are texts or numbers"),
-        ([(0, "a"), ("a", 0)] * (N // 2), "keys are texts or numbers"),
-        (list(torch.zeros(N, 2)), "keys are texts or numbers"),
+        ([0, "0"] * (N // 2), "keys have different types .int, str."),
+        ([True, 1] * (N // 2), "keys have different types .bool, int."),
+        ([[0]] * N, "keys have to be texts or numbers"),
+        ([(0, None)] * N, "keys have to be texts or numbers"),
+        ([(0, "a"), ("a", 0)] * (N // 2), "keys have to be texts or numbers"),
+        (list(torch.zeros(N, 2)), "keys have to be texts or numbers"),
     ],
 )
 def test_keys_that_are_none_are_refused_where_they_are_used(keys: Any, message: str) -> None:

@@ -109,7 +109,7 @@ def test_the_text_form_is_short():
         ("label_shards:2", "did you mean 'label-shards'"),
         ("xyz", "there are: iid"),
         ("iid:3", "too many values: write iid"),
-        ("label-shards:two", "'two' is not a whole number; write label-shards:PER_CLIENT"),
+        ("label-shards:two", "'two' is not an integer; write label-shards:PER_CLIENT"),
         ("label-shards:0", "at least 1 shard, not 0"),
         ("blocks:0", "at least 1 block, not 0"),
         ("feature-skew:1.5", "the skew is between 0 and 1, not 1.5"),

@@ -132,8 +132,8 @@ def test_a_plain_text_is_split_in_time_and_has_no_keys(tmp_path):
 @pytest.mark.parametrize("files", [[], ["a.txt", "b.txt"]])
 def test_a_folder_without_plays_says_what_is_expected(tmp_path, files):
     for name in files:
-        (tmp_path / name).write_text("no play " * 10)
-    with pytest.raises(DataError, match=rf"holds {len(files)} .txt files and no play"):
+        (tmp_path / name).write_text("none of them a play" * 10)
+    with pytest.raises(DataError, match=rf"contains {len(files)} .txt files, none of them a play"):
         read_shakespeare(tmp_path)
 
 

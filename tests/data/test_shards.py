@@ -205,7 +205,10 @@ BROKEN = {
     "no JSON": ({"a.safetensors": (2).to_bytes(8, "little") + b"xx"}, "no safetensors file"),
     "no tensor": ({"a.safetensors": _header({"inputs": {"dtype": "F32"}})}, "no tensor"),
     "no column": ({"a.safetensors": _header({"x": ONE}) + b"\0" * 8}, "no column inputs, targets"),
-    "too short": ({"a.safetensors": _header({"inputs": ONE, "targets": ONE})}, "other bytes"),
+    "too short": (
+        {"a.safetensors": _header({"inputs": ONE, "targets": ONE})},
+        "the number of bytes of",
+    ),
     "no row": (
         {
             "a.safetensors": _header({"inputs": {**ONE, "shape": [], "data_offsets": [0, 4]}})
@@ -213,7 +216,7 @@ BROKEN = {
         },
         "single number",
     ),
-    "no npy": ({"a.inputs.npy": b"nothing of it", "a.targets.npy": b""}, "no npy file"),
+    "not an npy": ({"a.inputs.npy": b"nothing of it", "a.targets.npy": b""}, "not an npy file"),
     "no name": ({"inputs.npy": b""}, "NAME.COLUMN.npy"),
 }
 
@@ -239,8 +242,8 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
         dure.Shards(tmp_path)
     for array, message in [
         (numpy.zeros((3, 2), order="F"), "column-major"),
-        (numpy.zeros((3, 2), dtype=">f4"), "torch has not"),
-        (numpy.array(["a"] * 3), "torch has not"),
+        (numpy.zeros((3, 2), dtype=">f4"), "torch does not support"),
+        (numpy.array(["a"] * 3), "torch does not support"),
     ]:
         numpy.save(tmp_path / "1.inputs.npy", array)
         with pytest.raises(DataError, match=message):
@@ -272,7 +275,7 @@ def test_columns_of_arrow_that_are_no_tensors_are_refused(tmp_path):
         {"inputs": [[1.0], [2.0, 3.0]], "targets": [0, 1], "name": ["a", "b"], "hole": [1, None]}
     )
     writer.write_table(uneven, tmp_path / "0.parquet")
-    for column, message in [("name", "of string"), ("hole", "has no value")]:
+    for column, message in [("name", "of string"), ("hole", "is null")]:
         with pytest.raises(DataError, match=message):
             # The first row of each is what it seems; the second is seen when it is read.
             dure.Shards(tmp_path, column, "targets").batch(torch.tensor([0, 1]))

@@ -141,7 +141,8 @@ def test_a_frame_may_hold_truths_beside_numbers():
 def test_items_that_make_no_batch_are_told_what_they_need():
     items = [{"words": [1], "labels": 0}, {"words": [1, 2], "labels": 1}] * 2
     with pytest.raises(
-        dure.errors.DataError, match="of 2 items; where they differ in length it takes a coll"
+        dure.errors.DataError,
+        match="2 items cannot be combined into a batch; if they differ in length, give a coll",
     ):
         as_examples(items).batch(torch.arange(2))
 
@@ -152,7 +153,7 @@ def test_items_that_make_no_batch_are_told_what_they_need():
         (lambda: (Frame(a=numpy.zeros(2), b=numpy.array(["x", "y"])), torch.zeros(2)), "columns b"),
         (lambda: (numpy.zeros(2), numpy.array(["x", "y"])), "is no tensor"),
         (lambda: [{"text": "a", "labels": 1}], "has texts in text"),
-        (lambda: [{"words": 1}], "needs a column labels, which is the target, and there is words"),
+        (lambda: [{"words": 1}], "needs a column labels for the targets; it has words"),
         (lambda: DataLoader(Sentences(), collate_fn=lambda items: 3), "returned a int"),
         (lambda: DataLoader(Sentences(), sampler=range(3)), "with a range"),
         (lambda: DataLoader(Sentences(), batch_sampler=[[0, 1]]), "batch_sampler"),
@@ -256,11 +257,11 @@ def test_what_a_model_s_own_loss_counts_is_said():
     labels = torch.tensor([[-100, 3, -100], [1, 2, 3]])
     assert dure.OwnLoss("tokens").count(labels) == 4
     assert dure.OwnLoss("next-tokens").count(labels) == 3
-    with pytest.raises(ValueError, match="say what the model's loss is a mean over"):
+    with pytest.raises(ValueError, match="set what the model's loss is averaged over"):
         dure.OwnLoss().count(labels)
-    with pytest.raises(ValueError, match="it gave none"):
+    with pytest.raises(ValueError, match="it returned none"):
         dure.OwnLoss()({"logits": labels}, labels)
-    with pytest.raises(ValueError, match="give one of examples, tokens"):
+    with pytest.raises(ValueError, match="choose one of examples, tokens"):
         dure.OwnLoss("words")
 
 
@@ -276,11 +277,11 @@ def test_a_stream_gives_each_example_once_and_says_where_it_ended():
 @pytest.mark.parametrize(
     ("data", "strategy", "complaint"),
     [
-        ("weights", dure.SplitLearning(batch_size=4), "cannot do it by a sampler with weights"),
-        ("drop", dure.FedAvg(clients=2, batch_size=32), "cannot do it by drop_last"),
-        ("stream", dure.FedAvg(clients=2), "cannot do it by a stream"),
+        ("weights", dure.SplitLearning(batch_size=4), "cannot use a sampler with weights"),
+        ("drop", dure.FedAvg(clients=2, batch_size=32), "cannot use drop_last"),
+        ("stream", dure.FedAvg(clients=2), "cannot use a stream"),
         ("weights", dure.SingleWorker(batch_size=8), "the DataLoader has batches of 4"),
-        ("drop", dure.SingleWorker(batch_size=32), "drop_last leaves nothing of 12 examples"),
+        ("drop", dure.SingleWorker(batch_size=32), "drop_last drops all 12 examples"),
     ],
 )
 def test_what_a_system_cannot_do_as_the_data_ask_is_refused(data, strategy, complaint):

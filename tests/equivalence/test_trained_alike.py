@@ -293,11 +293,11 @@ def test_a_batch_in_any_number_of_pieces_has_one_gradient(pieces: int, loss: str
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"clip_norm": 0}, "a largest norm is a number above zero"),
-        ({"precision": "fp8"}, "it is 'full' or 'bf16'"),
-        ({"ema": 1.0}, "a number from 0 to below 1"),
-        ({"compile": 3}, "one of torch's backends"),
-        ({"unfreeze": ["0"]}, "from which step on"),
+        ({"clip_norm": 0}, "give a number greater than 0"),
+        ({"precision": "fp8"}, "choose 'full' or 'bf16'"),
+        ({"ema": 1.0}, "0 or more and less than 1"),
+        ({"compile": 3}, "a backend of torch.compile"),
+        ({"unfreeze": ["0"]}, "the step from which"),
         ({"unfreeze": {"0.*": -1}}, "0 or more"),
     ],
 )
@@ -309,8 +309,8 @@ def test_values_that_cannot_be_are_refused(asked: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("unfreeze", "message"),
     [
-        ({"layer.*": 3}, r"unfreeze names 'layer\.\*', and no trained parameter"),
-        ({"*": 3}, "leaves no parameter that is trained at step 0"),
+        ({"layer.*": 3}, r"unfreeze names 'layer\.\*', which matches no trainable parameter"),
+        ({"*": 3}, "freezes every parameter at step 0"),
     ],
 )
 def test_names_of_parameters_that_are_not_there_are_refused(

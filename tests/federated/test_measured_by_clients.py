@@ -132,7 +132,7 @@ def test_keys_that_no_client_has_and_clients_without_a_test_example_are_named() 
     with pytest.warns(UserWarning, match="cannot measure") as warned:
         run = dure.train(small_task(test=test), dure.FedAvg(**KEYED), LOOP, dure.Stop(rounds=2))
     texts = [str(one.message) for one in warned]
-    assert any("1 keys of the test data are those of no client (somebody else)" in t for t in texts)
+    assert any("1 keys of the test data belong to no client (somebody else)" in t for t in texts)
     assert sum('client 0 ("owner 0") cannot measure' in text for text in texts) == 1
     (facts,) = run.summary["facts"]
     assert facts["measured_clients"] == [1]
@@ -362,7 +362,9 @@ def test_a_target_that_no_client_measures_is_refused_before_training(
     strategy: Federated, conditions: dict[str, Any], target: str
 ) -> None:
     world = dure.Simulated(**conditions)
-    with pytest.raises(ValueError, match=f"the target '{target}' is not measured; there is"):
+    with pytest.raises(
+        ValueError, match=f"the target '{target}' is not measured; available metrics:"
+    ):
         dure.train(small_task(), strategy, world, dure.Stop(rounds=1, target={target: 0.5}))
 
 
@@ -386,7 +388,7 @@ def test_all_that_is_announced_is_measured(strategy: Federated) -> None:
 @pytest.mark.parametrize(
     ("strategy", "conditions", "message"),
     [
-        (dure.FedAvg(freeze_at=2), {}, "none come here"),
+        (dure.FedAvg(freeze_at=2), {}, "no data arrive in this run"),
         (dure.FedAvg(freeze_at=-1), {"arrival": ARRIVAL}, "freeze_at is -1"),
         (dure.FedPer(freeze_at=2), {"arrival": ARRIVAL}, "has a part of it"),
         (dure.FedAvg(held_out_order="oldest"), {}, "held_out_order is 'oldest'"),  # type: ignore[arg-type]

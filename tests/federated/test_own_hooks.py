@@ -466,10 +466,10 @@ def test_what_a_step_changes_in_place_is_its_own() -> None:
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (lambda w, d, u: d[0], "gives a Tensor, and a list of tensors is wanted"),
+        (lambda w, d, u: d[0], "returns a Tensor, but has to return a list of tensors"),
         (lambda w, d, u: [w[0][1:]], r"float64 \[214\], and the model has torch.float64 \[215\]"),
-        (lambda w, d, u: [w[0].float()], "gives weights of torch.float32"),
-        (lambda w, d, u: [w[0] / 0], "gives weights that are not finite"),
+        (lambda w, d, u: [w[0].float()], "returns weights of torch.float32"),
+        (lambda w, d, u: [w[0] / 0], "returns weights that are not finite"),
         (lambda w, d, u: 1 / 0, "ZeroDivisionError"),
     ],
 )
@@ -487,7 +487,9 @@ def test_an_objective_that_is_no_number_is_told_with_its_client() -> None:
         def objective(self, batch):
             return batch.model(batch.inputs)
 
-    message = r"client \d failed in round 1: TypeError: the objective is \[\d, 3\], and a tensor of"
+    message = (
+        r"client \d failed in round 1: .*the objective is \[\d, 3\], but has to be a tensor of"
+    )
     with pytest.raises(WorkerFailedError, match=message):
         run(Wrong)
 
@@ -503,7 +505,7 @@ def test_an_objective_that_is_no_number_is_told_with_its_client() -> None:
         ),
         (Nova, Own, {"privacy": "user-level:1:1"}, "step of Nova of own looks at single updates"),
         (Moon, Own, {"privacy": "dp-sgd:1:1"}, "Moon of own has an objective of its own"),
-        (Moon, dure.PerFedAvg, {}, "the algorithm has an objective of its own: take fed-avg"),
+        (Moon, dure.PerFedAvg, {}, "the algorithm has its own objective: use fed-avg"),
     ],
 )
 def test_hooks_that_do_not_go_together_with_something_are_refused(
@@ -683,7 +685,8 @@ def test_a_ranking_of_clients_that_there_are_not_is_refused(ranked) -> None:
             return ranked
 
     with pytest.raises(
-        WorkerFailedError, match=re.escape(f"ranks {ranked}, and there are clients 0 to 5")
+        WorkerFailedError,
+        match=re.escape(f"ranks {ranked}, but it has to rank each of the clients 0 to 5"),
     ):
         dure.train(
             small_task(), dure.FedAvg(clients=6, selection=Wrong()), stop=dure.Stop(rounds=1)
@@ -697,10 +700,10 @@ class Tossed(LargestLast, PerClientPoisson):
 @pytest.mark.parametrize(
     ("selection", "settings", "world", "message"),
     [
-        (Tossed(), {}, {}, "each of them has a coin of its own, whatever its loss"),
-        (LargestLast(), {"privacy": "secure-aggregation"}, {}, "looks at the losses of single"),
+        (Tossed(), {}, {}, "draws each client independently of its loss"),
+        (LargestLast(), {"privacy": "secure-aggregation"}, {}, "needs the losses of single"),
         (Largest(), {"privacy": "dp-sgd:1:1"}, {}, "asks clients for losses, which have no noise"),
-        (Largest(), {}, {"transfer_budget": "1MB"}, "sends models for losses besides"),
+        (Largest(), {}, {"transfer_budget": "1MB"}, "sends additional models to get losses"),
     ],
 )
 def test_losses_are_not_looked_at_where_they_are_kept(selection, settings, world, message) -> None:
@@ -711,5 +714,5 @@ def test_losses_are_not_looked_at_where_they_are_kept(selection, settings, world
 
 def test_a_selection_that_asks_is_refused_over_a_network(tmp_path: Path) -> None:
     strategy = dure.FedAvg(clients=6, selection=Largest())
-    with pytest.raises(Exception, match="only those of a simulation are"):
+    with pytest.raises(Exception, match="which only simulations support"):
         dure.serve(small_task(), strategy, dure.Stop(rounds=1), out=tmp_path / "run", port=0)

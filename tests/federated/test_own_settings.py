@@ -107,7 +107,7 @@ def test_what_is_written_is_read_again(own: Path, parse, text) -> None:
         (aggregate.parse, "{}:Twice", "wraps another: write .*Twice/median"),
         (aggregate.parse, "{}:EveryNth", "is not a subclass of .*Aggregator"),
         (aggregate.parse, "{}:Middle:1:2", r"too many values: write .*my_rules.py:Middle:OUT$"),
-        (partition.parse, "{}:EveryNth:x", "'x' is not a whole number"),
+        (partition.parse, "{}:EveryNth:x", "'x' is not an integer"),
         (partition.parse, "{}:EveryMth", "has no 'EveryMth', did you mean 'EveryNth'"),
         (partition.parse, "every-nth", "there is no partition .*or path/to/file.py:Class"),
         (parse_attack, "no_such_module:Zero", "no_such_module could not be imported"),

@@ -109,12 +109,12 @@ def test_a_client_that_recovers_has_kept_nothing_of_it(system: Any) -> None:
 
 def test_where_all_are_refused_the_model_stays_and_the_end_says_so() -> None:
     broken = small_task(loss=lambda outputs, targets: outputs.sum() * float("nan"), test=None)
-    with pytest.warns(UserWarning, match="no update counts, so the model stays") as told:
+    with pytest.warns(UserWarning, match="no update counts, so the model does not") as told:
         run = dure.train(broken, dure.FedAvg(clients=3), stop=dure.Stop(rounds=4))
     texts = [str(warning.message) for warning in told]
     end = [text for text in texts if "no update counted in the last 4 rounds" in text]
     assert len(end) == 1
-    assert "the model is that of the beginning; most were refused for this: its first" in end[0]
+    assert "the model is the initial one; most were rejected for this reason: its first" in end[0]
     untrained = seeded_model(broken, 0).state_dict()
     assert all(torch.equal(w, untrained[name]) for name, w in run.model.state_dict().items())
     assert [step.numbers["refused"] for step in run.history.steps if step.numbers] == [3] * 4

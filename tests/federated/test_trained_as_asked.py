@@ -194,7 +194,7 @@ def test_the_average_is_that_of_the_servers_models_and_goes_on_to_the_same_bits(
             dure.FedAvg(**THREE, privacy="dp-sgd:1:1.1"),
             "auto",
             {"precision": "bf16"},
-            "each example by itself",
+            "per-example gradients",
         ),
         (dure.FedAvg(**THREE), "batched", {"clip_norm": 1.0}, "engine batched cannot .*one client"),
         (dure.FedAvg(**THREE), "batched", {"precision": "bf16"}, "engine batched cannot .*weights"),
@@ -203,7 +203,7 @@ def test_the_average_is_that_of_the_servers_models_and_goes_on_to_the_same_bits(
             dure.FedAvg(**THREE),
             "loop-processes",
             {"compile": "eager"},
-            "the compiler has the model",
+            "the model is compiled in",
         ),
     ],
 )

@@ -22,7 +22,7 @@ def test_a_remote_answer_takes_the_way_and_the_server() -> None:
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
-        ({"up_mbit": 0.0}, "a speed above 0"),
+        ({"up_mbit": 0.0}, "have to be greater than 0"),
         ({"device_seconds": -1.0}, "at least 0"),
         ({"delay": float("nan")}, "at least 0"),
     ],

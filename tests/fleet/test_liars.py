@@ -66,7 +66,7 @@ def test_another_seed_has_other_liars():
         (1.5, "not 1.5"),
         (math.nan, "not nan"),
         (math.inf, "not inf"),
-        (11, "11 attackers are more"),
+        (11, "the run has 11 attackers"),
     ],
 )
 def test_what_is_no_number_of_clients_is_refused(attackers, complaint):

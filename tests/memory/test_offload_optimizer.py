@@ -178,6 +178,6 @@ class ByTheNorm(optim.SGD):
 def test_optimizers_that_look_at_all_parameters_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="state of ByTheNorm cannot be offloaded"):
         check_steps_apart(ByTheNorm([nn.Parameter(torch.zeros(3))], lr=0.1))
-    with pytest.raises(ValueError, match=r"it is no torch\.optim\.Optimizer"):
+    with pytest.raises(ValueError, match=r"it is not a torch\.optim\.Optimizer"):
         check_steps_apart(object())
     check_steps_apart(optim.AdamW([nn.Parameter(torch.zeros(3))]))

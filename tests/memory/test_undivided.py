@@ -133,7 +133,7 @@ def test_without_a_disk_the_model_lies_in_memory_and_the_run_says_so(
     assert job.fresh is not None
     assert not lies_in_files(job.fresh._untouched())
     assert job.proofs[0].what == (
-        "the undivided model lies in memory, on every rank: none of /tmp is a folder on a disk: "
+        "every rank holds the whole model in memory: none of /tmp is a folder on a disk: "
         "set TMPDIR to one"
     )
 

@@ -66,7 +66,7 @@ def task(change: Change) -> dure.Task:
 def test_ranks_whose_forward_passes_change_weights_by_what_they_see_end(
     change: Change, strategy: Any
 ) -> None:
-    with pytest.raises(WorkerFailedError, match="centre is another on rank 1 than"):
+    with pytest.raises(WorkerFailedError, match="centre differs between rank 1 and"):
         dure.train(task(change), strategy, dure.Processes(2), dure.Stop(steps=4))
 
 
@@ -105,7 +105,7 @@ def test_a_rank_that_alone_changes_its_weights_is_found(static: bool) -> None:
         return "nothing"
 
     for said in on_ranks(2, program):
-        assert said.startswith("3: the parameter 2.bias is another on rank 1 than on rank 0")
+        assert said.startswith("3: the parameter 2.bias differs between rank 1 and rank 0")
 
 
 @pytest.mark.parametrize("strategy", [dure.DataParallel(6), dure.ZeRO(2, 6)])

@@ -332,9 +332,13 @@ def test_a_push_that_is_no_message_of_the_codec_is_refused() -> None:
         shard.push(one, layout)
 
     push(coding.compressors(0, 0, [KeyRange(0, 0, 10)])[0].encode(torch.ones(10), 1.0, 0), 10)
-    with pytest.raises(ValueError, match="is compressed, or the shard's run is, and not both"):
+    with pytest.raises(
+        ValueError, match="does not use the same compression as the run of the shard"
+    ):
         push(torch.ones(10), None)
-    with pytest.raises(ValueError, match="is compressed, or the shard's run is, and not both"):
+    with pytest.raises(
+        ValueError, match="does not use the same compression as the run of the shard"
+    ):
         push(torch.zeros(16, dtype=torch.uint8), 10, None)
     with pytest.raises(ValueError, match=r"has 16 bytes of top-k:0\.2, and not"):
         push(torch.zeros(15, dtype=torch.uint8), 10)
@@ -418,7 +422,9 @@ class Ranked(Compression):
 def test_what_only_ranks_together_can_compress_is_refused_by_name(
     system: Any, compression: Compression
 ) -> None:
-    with pytest.raises(ValueError, match=f"compression is {compression}, which encodes no push"):
+    with pytest.raises(
+        ValueError, match=f"compression is {compression}, which cannot encode a push"
+    ):
         check_all(system(compression=compression), small_task(), None)
 
 

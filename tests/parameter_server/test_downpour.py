@@ -251,7 +251,7 @@ def test_fields_that_do_not_fit_are_refused(fields: dict[str, Any], said: str) -
 
 
 def test_adagrad_in_the_place_of_an_optimizer_that_does_more_is_refused() -> None:
-    with pytest.raises(ValueError, match="weight_decay would be lost"):
+    with pytest.raises(ValueError, match="weight_decay would be ignored"):
         check_all(dure.Downpour(gamma=0.1), small_task(optimizer=MOMENTUM), None)
 
 

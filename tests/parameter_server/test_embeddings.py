@@ -71,5 +71,5 @@ def test_rows_that_were_pulled_do_what_the_whole_table_does(kind: Any, padding: 
 
 def test_systems_without_tables_name_them() -> None:
     check_no_tables(nn.Embedding(3, 2))
-    with pytest.raises(ValueError, match=r"0\.weight is a sparse embedding, for which this"):
+    with pytest.raises(ValueError, match=r"0\.weight is a sparse embedding, which this"):
         check_no_tables(nn.Sequential(nn.Embedding(3, 2, sparse=True)))

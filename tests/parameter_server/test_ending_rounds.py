@@ -153,7 +153,7 @@ def test_a_worker_that_does_not_end_its_step_is_named_within_the_deadline() -> N
         return F.cross_entropy(outputs, targets)
 
     # With the others it waits for nobody, so that only the end of the run waits for it.
-    with pytest.raises(PeerLostError, match="rank 2 has not ended its step for 3 s"):
+    with pytest.raises(PeerLostError, match="rank 2 has not finished its step for 3 s"):
         dure.train(
             small_task(loss=hangs),
             dure.ParameterServer(1, 1, batch_size=8),

@@ -176,11 +176,11 @@ def test_one_worker_has_the_bits_of_its_loop_without_servers_and_wrong_calls_cha
     assert torch.equal(seen, torch.full((2,), 2j))
     assert clock == 5
     texts = [
-        r"push\(\) follows a pull\(\)",
+        r"push\(\) needs a pull\(\)",
         "0.weight has no gradient",
         "gradient of 0.weight is not finite at step 4 of worker 0",
         r"weight is -1.0",
-        r"pull\(\) comes too late for worker 0: it has left",
+        r"pull\(\) was called too late for worker 0: it has left",
     ]
     assert len(wrong) == len(texts)
     for text, said in zip(texts, wrong, strict=True):
@@ -244,7 +244,8 @@ def with_an_error(place: RankContext) -> Any:
 def test_the_others_go_on_when_a_loop_ends_with_an_error() -> None:
     told, _, ahead, failed = on_ranks(4, with_an_error)
     assert told == [
-        "worker 1, rank 3, is lost (LookupError: a file is not there); the others go on without it"
+        "worker 1, rank 3, is lost (LookupError: a file is not there); "
+        "the others continue without it"
     ]
     assert ahead <= 1
     assert failed == "failed"
@@ -371,17 +372,17 @@ def refusals(place: RankContext) -> list[str]:
 
 def test_what_servers_cannot_have_every_rank_refuses_before_anything_begins() -> None:
     texts = [
-        "servers=2 and a worker are 4 ranks with the one that leads, and here are 3",
+        "servers=2 and a worker need 4 ranks including the leader, but here are 3",
         "a copy of a shard needs a second server",
         "staleness is -1",
-        "LBFGS is not known to treat every element for itself",
+        "whether LBFGS updates every element independently",
         "SGD has made steps",
-        "a scheduler of torch changes the rates of SGD here",
+        "a torch scheduler changes the learning rates of SGD here",
         "SGD has a parameter that is not the model's",
         "the model is on meta",
         "weight is a sparse embedding",
         "weight has no shape yet",
-        "rank 1, 2 has other parameters or buffers than rank 0",
+        "rank 1, 2 has different parameters or buffers than rank 0",
         "rank 1, 2 has other settings, or another optimizer, than rank 0",
         "the model is on meta",
     ]

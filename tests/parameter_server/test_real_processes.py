@@ -159,7 +159,7 @@ def test_a_server_that_dies_without_a_copy_is_named_with_its_keys(tmp_path: Path
     assert raised.value.ranks == (2,)
     said = str(raised.value)
     assert said.startswith("rank 2 was killed by SIGKILL")
-    assert "with server 1 went the float64 keys 108 to 214, of which nobody has a copy" in said
+    assert "server 1 held the float64 keys 108 to 214, of which there is no copy" in said
     assert "replicas=1" in said
 
 

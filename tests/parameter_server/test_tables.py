@@ -145,9 +145,9 @@ def test_rows_of_another_range_are_refused() -> None:
         (partial(SGD, momentum=0.9), "SGD has momentum=0.9"),
         (partial(SGD, weight_decay=0.1), "SGD has weight_decay=0.1"),
         (torch.optim.AdamW, "AdamW has weight_decay"),
-        (partial(torch.optim.AdamW, weight_decay=0), "AdamW is no optimizer of rows"),
+        (partial(torch.optim.AdamW, weight_decay=0), "AdamW does not support sparse rows"),
         (partial(torch.optim.Adam, amsgrad=True), "Adam has amsgrad=True"),
-        (torch.optim.RMSprop, "RMSprop is no optimizer of rows"),
+        (torch.optim.RMSprop, "RMSprop does not support sparse rows"),
         (partial(torch.optim.Adam, lr=torch.tensor(0.1)), "has to be a number"),
     ],
 )

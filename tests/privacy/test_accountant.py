@@ -138,7 +138,7 @@ def test_as_many_rounds_fit_as_keep_to_the_budget() -> None:
 @pytest.mark.parametrize(
     ("spent", "delta", "reason"),
     [
-        ([Releases(1.1, 1.0)], 1e-5, "probability is in"),
+        ([Releases(1.1, 1.0)], 1e-5, "it has to be in"),
         ([Releases(0.1, -1.0)], 1e-5, "0 or more"),
         ([Releases(0.1, 1.0, -1)], 1e-5, "0 or more"),
         ([Releases(0.1, 1.0)], 0.0, "delta is 0.0"),

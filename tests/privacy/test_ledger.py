@@ -53,7 +53,7 @@ def test_noise_that_is_drawn_anew_is_paid_for_again(tmp_path: Path) -> None:
     ledger = Ledger(1e-5, tmp_path)
     ledger.charge(1, ROUND)
     assert not ledger.paid(1)
-    with pytest.warns(UserWarning, match="round 1 was paid for already"):
+    with pytest.warns(UserWarning, match="round 1 is already in the ledger"):
         ledger.charge(1, ROUND)
     assert ledger.spent == [ROUND._replace(times=2)]
 

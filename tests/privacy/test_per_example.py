@@ -469,7 +469,7 @@ REFUSED: dict[str, tuple[Make, Callable[[], tuple[Tensor, Tensor]], str]] = {
     "batch norm": (
         lambda: nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)),
         vectors,
-        "take nn.GroupNorm in its place",
+        "use nn.GroupNorm instead",
     ),
     "statistics": (
         lambda: nn.Sequential(
@@ -516,7 +516,7 @@ REFUSED: dict[str, tuple[Make, Callable[[], tuple[Tensor, Tensor]], str]] = {
     "remembered": (
         lambda: nn.Sequential(nn.Linear(8, 8), Remembers(), nn.Linear(8, 3)),
         vectors,
-        "keeps something of earlier batches|depends on the other examples",
+        "stores state from earlier batches|depends on the other examples",
     ),
     "a hook on a parameter": (
         listened(lambda model: model.weight.register_hook(lambda gradient: gradient * 2)),

@@ -93,7 +93,7 @@ def test_a_run_without_recorded_updates_is_told_how_to_record(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--sums", "0"], "1 update or more"),
+        (["--sums", "0"], "each has to be 1 or more"),
         (["--attacks", "magic"], "there is no attack 'magic'"),
         (["--compression", "zip"], "zip"),
         (["--noise", "-1"], "0 or more"),
@@ -115,13 +115,13 @@ def test_what_is_neither_a_log_nor_a_run_is_refused(
     assert main(["audit", str(tmp_path)]) == 2
     assert "not a run folder" in capsys.readouterr().err
     assert main(["audit", str(tmp_path / "log"), "--sums", "1"]) == 2
-    assert "takes no options" in capsys.readouterr().err
+    assert "do not apply to a client's log" in capsys.readouterr().err
     assert main(["audit"]) == 2
     assert "the folder of a run" in capsys.readouterr().err
 
 
 def test_updates_of_another_model_or_of_other_data_are_refused(run: Path) -> None:
-    with pytest.raises(ValueError, match="are of another model"):
+    with pytest.raises(ValueError, match="belong to another model"):
         audit(run, task=dure.load_task("digits", model="mlp"))
     task = dure.load_task("digits", model="logistic")
     few = (task.train.inputs[:100], task.train.targets[:100])

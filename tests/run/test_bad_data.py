@@ -44,14 +44,16 @@ def spoiled() -> dure.Task:
 def test_a_run_that_ends_for_nan_names_the_column(strategy: dure.Strategy, world: Any) -> None:
     with pytest.raises(LossNotFiniteError) as caught:
         dure.train(spoiled(), strategy, world, dure.Stop(epochs=1))
-    assert str(caught.value).endswith(f"the training data have bad values ({AGE})")
+    assert str(caught.value).endswith(f"the training data contain invalid values ({AGE})")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_clients_that_are_refused_for_nan_name_the_column() -> None:
-    with pytest.warns(UserWarning, match="bad values") as caught:
+    with pytest.warns(UserWarning, match="invalid values") as caught:
         dure.train(spoiled(), dure.FedAvg(clients=2), stop=dure.Stop(rounds=1))
-    assert f"the training data have bad values: {AGE}" in [str(one.message) for one in caught]
+    assert f"the training data contain invalid values: {AGE}" in [
+        str(one.message) for one in caught
+    ]
 
 
 def test_what_lies_elsewhere_than_in_a_table_is_named_too() -> None:

@@ -119,7 +119,7 @@ def test_code_that_was_not_begun_here_is_not_run_until_it_is_named(
     monkeypatch.setenv("DURE_STATE_HOME", str(own / "another machine"))
     assert goes_on(own / "run") == 2
     (line,) = capsys.readouterr().err.splitlines()[-1:]
-    assert "was not begun on this machine" in line
+    assert "was not started on this machine" in line
     assert "name it again: --task" in line
     assert main(["report", str(own / "run")]) == 0
     assert not was_run(own)
@@ -261,7 +261,7 @@ def test_an_installed_module_is_not_looked_for_in_the_working_directory(
     asked = config(task={"name": "my_task:task", "options": {}})
     state.write_state_file(_name(asked), b'{"files": {}}')
     monkeypatch.chdir(own)
-    with pytest.raises(RunFolderError, match="is not what it was when the run was begun"):
+    with pytest.raises(RunFolderError, match="has changed since the run was started"):
         ReferenceGuard(own, asked)("my_task:task")
     assert ReferenceGuard(own, asked)("json.tool:main") == "json.tool:main"
 
@@ -273,11 +273,11 @@ def test_what_is_kept_is_private_and_not_believed_otherwise(own: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == mode
         assert path.stat().st_uid == os.geteuid()
     kept.chmod(0o622)
-    with pytest.raises(RunFolderError, match="was not begun on this machine"):
+    with pytest.raises(RunFolderError, match="was not started on this machine"):
         dure.resume(own / "run")
     kept.chmod(0o600)
     kept.write_text("{")
-    with pytest.raises(RunFolderError, match="is not known for certain"):
+    with pytest.raises(RunFolderError, match="cannot be verified"):
         dure.resume(own / "run")
     assert not was_run(own)
 
@@ -289,7 +289,9 @@ def test_a_machine_that_cannot_remember_says_so_and_trains(
     monkeypatch.setenv("DURE_STATE_HOME", str(own / "file"))
     task = dure.load_task(f"{own}/my_task.py:task")
     stop = dure.Stop(steps=2)
-    with pytest.warns(UserWarning, match="cannot remember that the run was begun here"):
+    with pytest.warns(
+        UserWarning, match="cannot record on this machine that the run was started here"
+    ):
         run = dure.train(task, dure.SingleWorker(), stop=stop, out=own / "run")
     assert run.summary["steps"] == 2
 

@@ -95,7 +95,7 @@ def test_show_and_the_report_say_which_is_which(
     assert main(["show", str(folder)]) == 0
     text = capsys.readouterr().out
     step, last = run.summary["best_model"]["step"], run.summary["steps"]
-    assert f"of step {step}, chosen by validation loss; the last is of step {last}" in text
+    assert f"from step {step}, chosen by validation loss; the last is from step {last}" in text
     assert "best model, " in text
     page = report_table(read_runs([folder]))
     assert f"<small>step {step}</small>" in page
@@ -111,7 +111,7 @@ def test_predict_takes_the_best_model_and_last_the_other(run: dure.Run, folder: 
     assert torch.equal(chosen.outputs, run.best_model(inputs))
     assert torch.equal(last.outputs, run.model(inputs))
     assert chosen.of == (
-        f"the best model, of step {run.summary['best_model']['step']}; --last takes that of "
+        f"the best model, from step {run.summary['best_model']['step']}; --last uses that from "
         f"{run.summary['steps']}"
     )
 
@@ -133,4 +133,4 @@ def test_a_mean_of_models_that_never_met_is_the_best_of_no_metric() -> None:
         console.print(table(summaries))
     text = captured.get()
     assert "\x1b[1m0.9000" not in text
-    assert "the mean of models that never met, a model that nobody has" in text
+    assert "the mean of models that never met, a model that no client has" in text

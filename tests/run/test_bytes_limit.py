@@ -53,7 +53,7 @@ def test_a_resumed_run_keeps_the_limit_and_its_count(tmp_path: Path) -> None:
 
 
 def test_one_rank_alone_sends_nothing_that_could_end_its_run() -> None:
-    with pytest.raises(ValueError, match="bytes alone end no run of one rank"):
+    with pytest.raises(ValueError, match="a limit of bytes cannot end a run of one rank"):
         dure.train(small_task(), dure.SingleWorker(), stop=dure.Stop(bytes=1e6))
     run = dure.train(small_task(), dure.SingleWorker(), stop=dure.Stop(bytes=1, steps=2))
     assert run.summary["ended"] == "steps"
@@ -86,7 +86,7 @@ def test_clients_that_have_used_up_their_transfers_are_not_asked_again(
     world = dure.Simulated(
         engine="loop", transfer_budget=budget, devices="lognormal:1", drop_out=drop_out
     )
-    with pytest.warns(UserWarning, match="had used up what a client may transfer"):
+    with pytest.warns(UserWarning, match="have reached their transfer budget"):
         run = dure.train(small_task(), strategy, world, dure.Stop(rounds=1_000))
     assert run.summary["ended"] == "transfers"
     assert all(one <= budget for one in spent(run))

@@ -118,9 +118,9 @@ def test_each_run_of_a_comparison_is_heard_of() -> None:
 @pytest.mark.parametrize(
     ("callbacks", "said"),
     [
-        ("stop", "give a list of objects"),
+        ("stop", "give a list of callbacks"),
         ([Listens], "Listens is a class"),
-        ([object()], "is no callback"),
+        ([object()], "is not a callback"),
     ],
 )
 def test_what_is_no_callback_is_refused(callbacks: Any, said: str) -> None:

@@ -113,8 +113,8 @@ def test_limits_that_a_system_does_not_count_do_not_concern_it():
     [
         ([], Stop(steps=1), "there is nothing to compare"),
         ([SingleWorker(10), FedAvg(fraction=2.0)], Stop(epochs=1), "fraction is 2.0"),
-        ([SingleWorker(10), FedAvg()], Stop(steps=1), "nothing ends this run"),
-        ([(SingleWorker(10), dure.Simulated())], Stop(steps=1), "does not live in Simulated"),
+        ([SingleWorker(10), FedAvg()], Stop(steps=1), "this run has no stopping condition"),
+        ([(SingleWorker(10), dure.Simulated())], Stop(steps=1), "does not run in Simulated"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_any_folder_is_made(tmp_path, systems, stop, complaint):

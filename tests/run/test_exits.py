@@ -122,7 +122,7 @@ def test_a_comparison_goes_on_with_the_next_system() -> None:
     assert [str(error) for error in done.failed.values()] == [
         "rank 0 failed in step 1: SystemExit: 0"
     ]
-    with pytest.raises(WorkerFailedError, match="the task failed in making the model"):
+    with pytest.raises(WorkerFailedError, match="the task failed in creating the model"):
         dure.compare(small_task(model=leave), [dure.SingleWorker(8)], stop=STEPS)
 
 

@@ -116,9 +116,9 @@ def test_runs_of_several_seeds_are_found_in_any_folders(tmp_path):
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (None, "holds no comparison"),
-        ({"runs": []}, "does not say which runs were planned"),
-        ({"planned": ["../elsewhere"], "seeds": 1}, "is no folder in it"),
+        (None, "does not contain a comparison"),
+        ({"runs": []}, "does not list the planned runs"),
+        ({"planned": ["../elsewhere"], "seeds": 1}, "it has no folder"),
     ],
 )
 def test_a_folder_that_holds_no_comparison_is_refused(tmp_path, content, complaint):

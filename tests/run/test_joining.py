@@ -256,7 +256,7 @@ def test_columns_of_another_meaning_are_refused_with_their_names(tmp_path: Path)
     server = small_task(train=None, test=None, features=names)
     right = [partial(later, number) for number in range(2)]
     _, began = served(server, dure.FedAvg(clients=2), *right, first, out=tmp_path / "run")
-    assert "feature 3 is 'sugar', and 'pressure' at the server" in str(began[2].error)
+    assert "feature 3 is 'sugar', but 'pressure' at the server" in str(began[2].error)
     assert [site.error for site in began[:2]] == [None, None]
 
 
@@ -399,7 +399,7 @@ def test_a_check_says_what_would_be_sent_and_sends_nothing(
     lines: list[str] = []
 
     def site(url: str) -> Any:
-        with pytest.raises(ValueError, match="part is 7, but clients have the numbers 0 to 0"):
+        with pytest.raises(ValueError, match="part is 7, but client numbers are 0 to 0"):
             list(check(url, task, ConnectionOptions(part=7)))
         lines.extend(check(url, task, ConnectionOptions("a", tmp_path / "state", part=0)))
         return dure.join(url, task, name="a", part=0, state=tmp_path / "state")
@@ -407,21 +407,21 @@ def test_a_check_says_what_would_be_sent_and_sends_nothing(
     run, (began,) = served(task, strategy, site, out=tmp_path / "run", rounds=1)
     assert began.error is None
     said = "\n".join(lines)
-    assert f"{8 * numbers:,} bytes an update" in said
+    assert f"{8 * numbers:,} bytes per update" in said
     assert [line.partition(":")[0] for line in lines] == [
         "network",
         "identity",
         "policy",
         "disk",
         "training",
-        "would be sent",
+        "this client would send",
     ]
     assert run.summary["facts"][0]["flights"]
 
 
 def test_a_site_without_training_data_takes_no_place() -> None:
     # It does not even call with its token: nobody is there.
-    with pytest.raises(ValueError, match="no training data, and a client trains on its own"):
+    with pytest.raises(ValueError, match="no training data, which a client needs"):
         dure.join("http://127.0.0.1:9", bare(), token="t" * 32)
 
 

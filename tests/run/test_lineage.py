@@ -93,7 +93,7 @@ def test_a_lineage_that_says_something_else_is_found_out(copy, what, value) -> N
 )
 def test_what_is_no_lineage_is_told_in_a_line(copy, text) -> None:
     (copy / LINEAGE).write_text(text)
-    with pytest.raises(LineageError, match="no lineage"):
+    with pytest.raises(LineageError, match="not a signed lineage"):
         verify(copy)
     (copy / LINEAGE).unlink()
     with pytest.raises(LineageError, match="cannot read"):
@@ -104,7 +104,7 @@ def test_the_command_says_it_and_its_exit_status_too(served, copy, capsys) -> No
     assert main(["verify", str(served[1])]) == 0
     said = capsys.readouterr().out
     assert "fed-avg" in said
-    assert "2 gave 6 updates (0, 1)" in said
+    assert "2 sent 6 updates (0, 1)" in said
     (copy / "model.safetensors").write_bytes(b"another")
     assert main(["verify", str(copy)]) == 1
     assert "not the model that was signed" in capsys.readouterr().err
@@ -122,7 +122,7 @@ def test_what_is_signed_and_is_no_lineage_is_told_in_a_line(copy, capsys, lineag
     sign(copy, lineage)
     assert main(["verify", str(copy)]) == 1
     said = capsys.readouterr()
-    assert "is not what a server says of a model" in said.err
+    assert "is not the lineage of a model" in said.err
     assert "as it was signed" not in said.out
 
 

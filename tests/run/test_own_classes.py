@@ -44,7 +44,9 @@ def test_a_run_that_only_its_maker_can_resume_says_so_when_it_begins(tmp_path: P
     def note(event: dict[str, Any]) -> None:
         said.append("trained")
 
-    with pytest.warns(UserWarning, match=r"strategy=\.\.\.\): the strategy 'mine' is made where"):
+    with pytest.warns(
+        UserWarning, match=r"strategy=\.\.\.\): the strategy 'mine' is defined where"
+    ):
         dure.train(small_task(), local_strategy(), stop=STOP, out=tmp_path / "part")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -54,7 +56,7 @@ def test_a_run_that_only_its_maker_can_resume_says_so_when_it_begins(tmp_path: P
             )
     assert not said
     more = dure.Stop(rounds=4)
-    with pytest.raises(RunFolderError, match=r"the strategy of .* was made in Python: give it as"):
+    with pytest.raises(RunFolderError, match=r"the strategy of .* was created in Python: give it"):
         dure.resume(tmp_path / "part", task=small_task(), stop=more)
     resumed = dure.resume(
         tmp_path / "part", task=small_task(), strategy=local_strategy(), stop=more
@@ -70,7 +72,7 @@ def test_a_world_in_no_file_is_given_again(tmp_path: Path) -> None:
     strategy = dure.SingleWorker(8)
     with pytest.warns(UserWarning, match=r"world=\.\.\."):
         dure.train(small_task(), strategy, local_world(), dure.Stop(steps=2), out=tmp_path)
-    with pytest.raises(RunFolderError, match=r"the world of .* was made in Python"):
+    with pytest.raises(RunFolderError, match=r"the world of .* was created in Python"):
         dure.resume(tmp_path, task=small_task())
     run = dure.resume(tmp_path, task=small_task(), world=local_world(), stop=dure.Stop(steps=4))
     assert run.summary["steps"] == 4
@@ -104,13 +106,13 @@ def test_what_lacks_the_base_is_refused_in_one_line() -> None:
         name, kind, unit = "plain", "ranks", "step"
 
     for strategy, said in (
-        (Duck(), r"Duck is no dure\.Strategy: derive its class from dure\.Strategy"),
-        (Plain(), r"Plain is no dure\.Strategy"),
-        (Nameless(), r"Nameless does not say its name, unit"),
+        (Duck(), r"Duck is not a dure\.Strategy: derive its class from dure\.Strategy"),
+        (Plain(), r"Plain is not a dure\.Strategy"),
+        (Nameless(), r"Nameless does not define name, unit"),
     ):
         with pytest.raises(ValueError, match=said):
             dure.train(small_task(), strategy, stop=STOP_STEPS)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=said):
             dure.compare(small_task(), [strategy], stop=STOP_STEPS)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"Duck is no dure\.World"):
+    with pytest.raises(ValueError, match=r"Duck is not a dure\.World"):
         dure.train(small_task(), dure.SingleWorker(), Duck(), STOP_STEPS)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ def own(rank: int, world: int, sizes: tuple[int, ...] = (14, 27)) -> Any:
     [
         (dure.TensorParallel(), "tensor-parallel share"),
         (dure.Pipeline(), "pipeline share"),
-        (dure.FedAvg(clients=2), "fed-avg has clients"),
+        (dure.FedAvg(clients=2), "fed-avg divides the data among clients"),
         (dure.ParallelSGD(combine="best"), "best model"),
         (dure.ParallelSGD(partition=dure.LabelShards(1)), "nothing to divide"),
         (dure.ADMM(partition=dure.LabelShards(1)), "nothing to divide"),
@@ -68,13 +68,13 @@ def test_a_rank_whose_data_fail_is_named():
     with pytest.raises(DataError, match=r"rank=1, world=2.*no disk here"):
         dure.train(small_task(train=fails_on_1), dure.DataParallel(), TWO, dure.Stop(epochs=1))
     task = small_task(train=lambda rank, world: rank)
-    with pytest.raises(ValueError, match=r"rank=0, world=2.*cannot be trained on"):
+    with pytest.raises(ValueError, match=r"rank=0, world=2.*are not supported"):
         dure.train(task, dure.DataParallel(), TWO, dure.Stop(epochs=1))
 
 
 def test_only_its_own_ranks_examples_are_there():
     data = RankDataFactory(own)
-    with pytest.raises(DataError, match="when the ranks have theirs"):
+    with pytest.raises(DataError, match="only after every rank has its own"):
         len(data)
     mine = data.of(1, 2)
     assert data.of(1, 2) is mine
@@ -92,7 +92,7 @@ def norm() -> nn.Module:
 def test_batch_norm_is_not_left_with_one_example():
     # 2 of 9: one in each batch of 4 or 5.
     task = small_task(train=partial(own, sizes=(2, 7)), model=norm)
-    with pytest.raises(WorkerFailedError, match="alone in a step"):
+    with pytest.raises(WorkerFailedError, match="a step has a single example"):
         dure.train(task, dure.DataParallel(4), TWO, dure.Stop(epochs=1))
 
 

@@ -272,7 +272,7 @@ def test_without_an_owner_a_secure_run_is_semi_honest(tmp_path: Path) -> None:
         assert here.reasons(welcome("", privacy=SECURE)) == []
         # Where there is a roster, the others check it, and could not check this client.
         (reason,) = here.reasons(welcome(text, privacy=SECURE))
-        assert "give it as --owner" in reason
+        assert "give it with --owner" in reason
         assert here.reasons(welcome(text)) == []
     with site(tmp_path) as here:
         assert "semi-honest" not in here.trust(welcome(text, privacy=SECURE))
@@ -289,7 +289,7 @@ def test_a_site_wants_so_many_clients_in_a_sum(tmp_path: Path) -> None:
         assert here.reasons(secure) == []
         (reason,) = here.reasons(welcome(clients=20, privacy=SECURE))
         assert "at least 10 clients; a secure sum of the run may have 3" in reason
-        with pytest.raises(PolicyError, match="privacy is not known here"):
+        with pytest.raises(PolicyError, match="privacy setting is not known to this dure"):
             here.reasons(welcome(privacy="wishes"))
 
 
@@ -297,8 +297,8 @@ def test_a_site_wants_so_many_clients_in_a_sum(tmp_path: Path) -> None:
     ("more", "said"),
     [
         ({"owner": "1234"}, "owner: '1234' is no key"),
-        ({"policy": f'owner = "{EVIL.public}"'}, "policy.toml names another owner than --owner"),
-        ({"identities": Path("list")}, "leave --identities or --owner out"),
+        ({"policy": f'owner = "{EVIL.public}"'}, "policy.toml and --owner name different owners"),
+        ({"identities": Path("list")}, "leave out --identities or --owner"),
     ],
 )
 def test_an_owner_is_one_and_says_who_the_others_are(
@@ -340,5 +340,5 @@ def test_a_loop_of_its_own_sends_nothing_bare_that_is_to_be_protected(
     if bare:
         _check_protects_nothing(welcome(privacy=privacy))
         return
-    with pytest.raises(PolicyError, match="would send bare updates"):
+    with pytest.raises(PolicyError, match="would send unprotected updates"):
         _check_protects_nothing(welcome(privacy=privacy))

@@ -74,15 +74,19 @@ def test_examples_of_the_task_and_standard_input_are_named(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("short.json", "[[1, 2]]", r"holds \(1, 2\), but an example of the task is \(6,\)"),
-        ("words.json", '["a"]', "holds no array of numbers"),
-        ("half.json", "[1, ", "is no JSON"),
+        (
+            "short.json",
+            "[[1, 2]]",
+            r"has the shape \(1, 2\), but an example of the task has \(6,\)",
+        ),
+        ("words.json", '["a"]', "does not contain an array of numbers"),
+        ("half.json", "[1, ", "is not JSON"),
         ("one.txt", "1", "is neither a file of"),
-        ("rows.npy", "no array", "cannot read"),
+        ("rows.npy", "not contain an array", "cannot read"),
         ("rows.safetensors", "no tensors", "cannot read"),
         (None, "absent.csv", "cannot read absent.csv"),
         (None, "test:20", "the task has 20 test examples"),
-        (None, "train:3:3", "is not there"),
+        (None, "train:3:3", "does not exist"),
     ],
 )
 def test_what_is_no_input_is_refused_in_a_line(folder, tmp_path, name, content, complaint):

@@ -182,15 +182,20 @@ def test_a_task_s_own_parse_makes_inputs_of_rows(runs: Runs, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("kind", "name", "content", "said"),
     [
-        ("columns", "a.json", '{"cat": 1}', "a.json: num is not there: there is cat"),
-        ("columns", "a.json", "[1, 2]", "no object with the names of the task's inputs: cat, num"),
-        ("columns", "a.json", '{"cat": 0.5, "num": [1, 2, 3]}', "cat holds fractions"),
+        ("columns", "a.json", '{"cat": 1}', "a.json: num is missing; the row has cat"),
+        (
+            "columns",
+            "a.json",
+            "[1, 2]",
+            "not an object with the names of the task's inputs: cat, num",
+        ),
+        ("columns", "a.json", '{"cat": 0.5, "num": [1, 2, 3]}', "cat contains fractions"),
         ("columns", "a.json", '{"cat": 1, "num": [1, 2]}', r"num has the shape \(2,\)"),
-        ("columns", "a.csv", "cat,num.0,num.2\n1,1,1\n", "num is not there"),
-        ("columns", "a.csv", "cat,num\n1,x\n", "num is no array of numbers"),
-        ("rows", "a.json", '[{"cat": 1, "num": [1, 2, 3]}, {}]', "row 1 of .*: cat is not there"),
+        ("columns", "a.csv", "cat,num.0,num.2\n1,1,1\n", "num is missing"),
+        ("columns", "a.csv", "cat,num\n1,x\n", "num is not an array of numbers"),
+        ("rows", "a.json", '[{"cat": 1, "num": [1, 2, 3]}, {}]', "row 1 of .*: cat is missing"),
         ("two", "a.json", "[[1, 2, 3]]", "a row"),
-        ("text", "a.json", "[1]", "is no text"),
+        ("text", "a.json", "[1]", "is neither text nor"),
     ],
 )
 def test_a_row_that_is_not_like_the_examples_is_refused_by_name(

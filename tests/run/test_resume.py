@@ -140,7 +140,7 @@ def test_a_task_made_in_python_has_to_be_given_again(tmp_path: Path) -> None:
 
     short, long = dure.Stop(steps=6), dure.Stop(steps=15)
     dure.train(small_task(), dure.SingleWorker(8), stop=short, out=tmp_path / "run")
-    with pytest.raises(dure.errors.RunFolderError, match="made in Python"):
+    with pytest.raises(dure.errors.RunFolderError, match="created in Python"):
         dure.resume(tmp_path / "run")
     resumed = dure.resume(tmp_path / "run", task=small_task(), stop=long)
     assert same_bits(resumed, dure.train(small_task(), dure.SingleWorker(8), stop=long))
@@ -196,7 +196,7 @@ def test_an_engine_that_is_gone_is_refused_by_its_name(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["world"]["engine"] = "batched-threads"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    gone = r"does not fit this dure: .*batched-threads"
+    gone = r"does not match this version of dure: .*batched-threads"
     with pytest.raises(dure.errors.RunFolderError, match=gone):
         dure.resume(tmp_path, task=small_task())
 

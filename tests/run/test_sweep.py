@@ -42,10 +42,10 @@ def test_of_a_small_grid_no_trial_is_drawn_twice():
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("log:0:1", "a logarithm is of numbers above 0"),
-        ("int:1:2.5", "no whole numbers"),
+        ("log:0:1", "a logarithmic range needs numbers above 0"),
+        ("int:1:2.5", "not integers"),
         ("uniform:2:1", "to a larger one"),
-        ("uniform:1", "a range is uniform:LOW:HIGH"),
+        ("uniform:1", "write a range as uniform:LOW:HIGH"),
         ("log:nan:1", "to a larger one"),
         ("1,,2", "a value is missing"),
         ("1,1", "given twice"),
@@ -60,8 +60,8 @@ def test_what_is_neither_values_nor_a_range_is_refused(text, complaint):
     ("space", "draws", "complaint"),
     [
         ({}, None, "at least one setting"),
-        ({"lr": ValueRange(0, 1)}, None, "no grid goes through"),
-        ({"lr": ["1"]}, 0, "at least 1"),
+        ({"lr": ValueRange(0, 1)}, None, "a grid cannot enumerate"),
+        ({"lr": ["1"]}, 0, "1 or more"),
     ],
 )
 def test_a_space_that_makes_no_trials_is_refused(space, draws, complaint):

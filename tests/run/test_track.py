@@ -81,7 +81,7 @@ def test_a_tracker_that_fails_ends_no_run_and_is_told_no_more() -> None:
         )
     assert len(run.history.steps) == 6
     assert len(broken.told) == FAILURES
-    assert "it is told no more" in str(warned[-1].message)
+    assert "it receives no more events" in str(warned[-1].message)
 
 
 @given(st.lists(st.text(max_size=300), unique=True, max_size=8))
@@ -216,8 +216,8 @@ def _records_in(content: bytes) -> Iterator[bytes]:
     ("track", "said"),
     [
         ("tensorbord:x", "did you mean 'tensorboard'"),
-        ("mlflow", "does not say where: mlflow:URI"),
-        (7, "give a text"),
+        ("mlflow", "lacks the destination: write mlflow:URI"),
+        (7, "give a str"),
     ],
 )
 def test_what_is_no_tracker_is_refused_before_any_work(track: Any, said: str) -> None:

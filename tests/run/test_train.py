@@ -411,7 +411,7 @@ def test_a_resumed_run_that_has_reached_its_limit_is_left_as_it_is(tmp_path):
 
 def test_a_task_made_in_python_has_to_be_given_again(tmp_path):
     train(2, out=tmp_path)
-    with pytest.raises(RunFolderError, match=r"was made in Python: give it as dure\.resume\("):
+    with pytest.raises(RunFolderError, match=r"was created in Python: give it with dure\.resume\("):
         dure.resume(tmp_path)
 
 
@@ -462,15 +462,18 @@ def test_progress_is_told_with_all_that_a_display_needs():
     [
         (
             {"stop": Stop(target={"test_f1": 1.0})},
-            "the target 'test_f1' is not measured; there is test_accuracy, test_loss",
+            "the target 'test_f1' is not measured; available metrics: test_accuracy, test_loss",
         ),
-        ({"stop": Stop(rounds=3)}, "nothing ends this run"),
-        ({"evaluate_every": 0}, "evaluate_every is 0, but it counts steps: at least 1"),
+        ({"stop": Stop(rounds=3)}, "this run has no stopping condition"),
+        (
+            {"evaluate_every": 0},
+            "evaluate_every is 0, but it is a number of steps: 1 or more",
+        ),
         ({"checkpoint_every": -1}, "checkpoint_every is -1"),
-        ({"world": dure.Processes(2)}, "SingleWorker is one worker, but the world has 2"),
+        ({"world": dure.Processes(2)}, "SingleWorker has one worker, but the world has 2"),
         (
             {"world": dure.Simulated()},
-            "SingleWorker does not live in Simulated; it needs a world of ranks",
+            "SingleWorker does not run in Simulated; it needs a world of ranks",
         ),
         ({"task": small_task(model=nn.Flatten)}, "the model has no trainable parameter"),
         (
@@ -479,7 +482,7 @@ def test_progress_is_told_with_all_that_a_display_needs():
         ),
         (
             {"task": small_task(test=None), "stop": Stop(target={"test_loss": 1.0})},
-            "there is no test data",
+            "available metrics: no test data",
         ),
     ],
 )
@@ -544,12 +547,17 @@ def model_on(*devices: str) -> Any:
 @pytest.mark.parametrize(
     ("strategy", "world", "devices", "complaint"),
     [
-        (SingleWorker(8), dure.Processes(1), ["cuda:0"], "a model on cuda:0, and here the CPU"),
+        (SingleWorker(8), dure.Processes(1), ["cuda:0"], "a model on cuda:0, but this system"),
         (dure.DataParallel(8), dure.Processes(2), ["cpu", "cuda:1"], "a model on cuda:1"),
-        (dure.DataParallel(8), dure.Threads(2, ("cpu",)), ["cuda:0"], "here the CPU computes"),
-        (FedAvg(3), dure.Network(), ["cuda:0"], "here the CPU computes"),
-        (dure.ParameterServer(), dure.Simulated(), ["cuda:0"], "here the CPU computes"),
-        (FedAvg(3), dure.Simulated(), ["cuda:0", "cpu"], "move all of it there"),
+        (
+            dure.DataParallel(8),
+            dure.Threads(2, ("cpu",)),
+            ["cuda:0"],
+            "this system computes on the CPU",
+        ),
+        (FedAvg(3), dure.Network(), ["cuda:0"], "this system computes on the CPU"),
+        (dure.ParameterServer(), dure.Simulated(), ["cuda:0"], "this system computes on the CPU"),
+        (FedAvg(3), dure.Simulated(), ["cuda:0", "cpu"], "move the whole model to one device"),
         (FedAvg(3), dure.Simulated(), ["cuda:0", "cuda:1"], "on cuda:0 and cuda:1"),
     ],
 )

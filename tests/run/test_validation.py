@@ -129,7 +129,9 @@ def test_a_run_that_is_trained_further_chooses_by_the_metric_that_it_began_with(
     dure.train(measured, dure.SingleWorker(8), stop=accurate, out=tmp_path / "run")
     on = dure.resume(tmp_path / "run", task=measured, stop=dure.Stop(steps=8))
     assert on.summary["best_model"]["monitor"] == "validation_accuracy"
-    with pytest.raises(ValueError, match="is chosen by validation_accuracy: leave monitor out"):
+    with pytest.raises(
+        ValueError, match="chooses its best model by validation_accuracy: leave monitor out"
+    ):
         dure.resume(
             tmp_path / "run",
             task=measured,
@@ -164,26 +166,29 @@ def _own(rank: int, world: int) -> Any:
 
 
 REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
-    (lambda: {"stop": dure.Stop(patience=2)}, "test data only measure"),
-    (lambda: {"stop": dure.Stop(epochs=1, monitor="test_loss")}, "test data only measure"),
+    (lambda: {"stop": dure.Stop(patience=2)}, "test data are only for the final measurement"),
+    (
+        lambda: {"stop": dure.Stop(epochs=1, monitor="test_loss")},
+        "test data are only for the final measurement",
+    ),
     (
         lambda: {"task": task(validation=0.1), "stop": dure.Stop(epochs=1, monitor="test_loss")},
-        "by the validation set alone: validation_loss, validation_accuracy",
+        "can end a run or choose its model: validation_loss, validation_accuracy",
     ),
     (lambda: {"stop": dure.Stop(epochs=1, min_delta=0.1)}, "no patience is given"),
     (lambda: {"stop": dure.Stop(epochs=1, min_delta=-1)}, "min_delta is -1"),
     (lambda: {"stop": dure.Stop(patience=0)}, "patience is 0"),
-    (lambda: {"task": task(validation=1.5)}, "a share of the training data between 0 and 1"),
-    (lambda: {"task": task(validation=True)}, "a share of the training data between 0 and 1"),
+    (lambda: {"task": task(validation=1.5)}, "a fraction of the training data between 0 and 1"),
+    (lambda: {"task": task(validation=True)}, "a fraction of the training data between 0 and 1"),
     (lambda: {"task": task(validation=0.9999)}, "leaves none to train on"),
-    (lambda: {"task": task(train=_own, validation=0.1)}, "lie with the ranks"),
+    (lambda: {"task": task(train=_own, validation=0.1)}, "only the ranks hold"),
     (
         lambda: {
             "task": task(validation=0.1),
             "strategy": dure.FedAvg(clients=2),
             "world": dure.Network(access="open"),
         },
-        "lie with the clients",
+        "only the clients hold",
     ),
     (
         lambda: {
@@ -191,7 +196,7 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
             "strategy": dure.SplitLearning(clients=2),
             "world": dure.Network(access="open"),
         },
-        "no place for a validation set",
+        "cannot use a validation set",
     ),
 ]
 

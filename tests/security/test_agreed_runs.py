@@ -261,7 +261,7 @@ def test_local_work_is_compared_with_the_examples_that_the_site_has() -> None:
 def test_more_work_than_was_allowed_is_not_done_whatever_the_run_was() -> None:
     one = training(Policy(local_epochs=2), local_epochs=2)
     one.clients.local = one.clients.local.__class__(50, None, 4)
-    with pytest.raises(PolicyError, match=r"round 3 is not trained here.*asks for 50"):
+    with pytest.raises(PolicyError, match=r"this site does not train in round 3.*asks for 50"):
         one.train(TRAIN, {}, lambda: True)
 
 

@@ -355,10 +355,10 @@ def test_classes_of_the_users_own_task_may_be_named(disk: Disk, tmp_path: Path) 
 
 def test_what_a_server_has_sent_cannot_be_given(disk: Disk, monkeypatch) -> None:
     for place in (f"{disk.model}/evil_in_a_model", f"{disk.state}/rules.py"):
-        with pytest.raises(PolicyError, match="into which a server's files are written"):
+        with pytest.raises(PolicyError, match="the folder for files that a server sends"):
             given_by(disk, f"{place}:X")
     monkeypatch.chdir(disk.state)
-    with pytest.raises(PolicyError, match="into which a server's files are written"):
+    with pytest.raises(PolicyError, match="the folder for files that a server sends"):
         given_by(disk, "rules.py:X")
 
 
@@ -366,7 +366,7 @@ def test_two_references_of_one_name_are_refused(disk: Disk) -> None:
     with pytest.raises(PolicyError, match="have the same name"):
         given_by(disk, "/a/rules.py:X", "/b/rules.py:X")
     given_by(disk, "/a/rules.py:X", "/a/../a/rules.py:X")
-    with pytest.raises(PolicyError, match="no class of your own"):
+    with pytest.raises(PolicyError, match="not name a class of yours"):
         given_by(disk, "rules.py")
 
 
@@ -392,10 +392,10 @@ def test_a_folder_that_somebody_sent_imports_nothing(
     )
     ask = ReferenceGuard(tmp_path, {"strategy": strategy})
     with nothing_is_imported(disk, monkeypatch):
-        with pytest.raises(RunFolderError, match=r"run only if you name it again|was not begun"):
+        with pytest.raises(RunFolderError, match=r"runs only if you name it again|was not started"):
             reload_run(tmp_path, asked, ask, small_task(), None, None)
         task = msgspec_replaced(asked, f"{disk.places[place]}:X")
-        with pytest.raises(RunFolderError, match=r"run only if you name it again|was not begun"):
+        with pytest.raises(RunFolderError, match=r"runs only if you name it again|was not started"):
             reload_run(tmp_path, task, ask, None, None, None)
 
 

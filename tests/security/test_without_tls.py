@@ -52,14 +52,14 @@ def test_a_client_sends_nothing_without_tls(
     host: str, dials_nobody: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = url_of(host)
-    with pytest.raises(ValueError, match=r"is without TLS: .*--insecure"):
+    with pytest.raises(ValueError, match=r"does not use TLS: .*--insecure"):
         dure.join(url, small_task(), token="secret")
-    with pytest.raises(ValueError, match=r"is without TLS: .*--insecure"):
+    with pytest.raises(ValueError, match=r"does not use TLS: .*--insecure"):
         dure.Client(url, examples=3, token="secret")
     state = tmp_path / "state"
     for flags in ([], ["--check"], ["--token", "secret"]):
         assert main(["join", url, "digits", "--state", str(state), *flags]) == 2
-        assert "is without TLS" in capsys.readouterr().err
+        assert "does not use TLS" in capsys.readouterr().err
     assert not state.exists()
     assert dials_nobody == []
     # Where the user says so, it does.

@@ -625,11 +625,11 @@ def test_what_cannot_be_one_batch_can_be_trained_in_turn() -> None:
 def test_the_loss_is_on_one_side() -> None:
     mine, theirs = two_files()
     u_head, u_tail = two_files("labels stay")
-    with pytest.raises(ValueError, match="neither has a loss"):
+    with pytest.raises(ValueError, match="neither task has a loss"):
         dure.joined(mine, u_tail)
-    with pytest.raises(ValueError, match="both have a loss"):
+    with pytest.raises(ValueError, match="both tasks have a loss"):
         dure.joined(u_head, theirs)
-    with pytest.raises(ValueError, match="has a loss and no end"):
+    with pytest.raises(ValueError, match="has a loss but no end"):
         dure.HeadTask(model=head, loss=cross_entropy)
     with pytest.raises(ValueError, match="has an end"):
         dure.HeadTask(model=head, end=end)
@@ -643,7 +643,7 @@ def test_one_file_alone_is_not_trained_here() -> None:
     mine, theirs = two_files()
     for task in (mine, theirs):
         for strategy in (dure.SplitLearning(clients=2), dure.FedAvg(clients=2)):
-            with pytest.raises(ValueError, match="alone: to train it here"):
+            with pytest.raises(ValueError, match=r"has only the .*: to train it here"):
                 trained(task, strategy)
 
 

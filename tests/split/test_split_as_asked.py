@@ -66,7 +66,11 @@ def test_what_a_divided_model_cannot_do_is_refused_by_name(
 @pytest.mark.parametrize(
     ("strategy", "asked", "message"),
     [
-        (dure.FedAvg(clients=2), {"compile": True}, "each site of a network compiles for itself"),
+        (
+            dure.FedAvg(clients=2),
+            {"compile": True},
+            "each site of a network compiles its own model",
+        ),
         (dure.SplitLearning(clients=2), {"unfreeze": {"0.*": 2}}, "do not compare it"),
     ],
 )

@@ -144,7 +144,7 @@ def test_shakespeare_is_as_wide_as_it_is_told(tmp_path, model):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 20)
     task = load_task("shakespeare", data=str(tmp_path), model=model, width=32)
     assert 32 in list(task.model().parameters())[-2].shape
-    with pytest.raises(ValueError, match="width is 0, but a layer has at least one unit"):
+    with pytest.raises(ValueError, match="width is 0, but it has to be 1 or more"):
         load_task("shakespeare", data=str(tmp_path), model=model, width=0)
 
 
@@ -166,7 +166,7 @@ def test_shakespeare_is_as_wide_as_it_is_told(tmp_path, model):
             "processed.cleveland.data, processed.hungarian.data",
             "archive.ics.uci.edu/dataset/45",
         ),
-        ("shakespeare", "0 .txt files and no play", "NAME<TAB>line"),
+        ("shakespeare", "0 .txt files, none of them a play", "NAME<TAB>line"),
     ],
 )
 def test_missing_files_are_listed_with_where_to_find_them(tmp_path, name, missing, published):
@@ -214,7 +214,7 @@ def test_a_function_in_a_file_gets_its_options_with_paths_made_absolute(user_fil
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2.5])
 def test_no_whole_number_that_is_none_reaches_a_user_s_function(user_file, value):
-    with pytest.raises(ValueError, match=rf"n is {value}, but it has to be a whole number"):
+    with pytest.raises(ValueError, match=rf"n is {value}, but it has to be an integer"):
         load_task(f"{user_file}:make", n=value)
 
 
@@ -253,12 +253,12 @@ def test_a_task_from_a_file_goes_to_a_process_that_cannot_import_it(user_file, t
     [
         ("digit", {}, "there is no task 'digit', did you mean 'digits'"),
         ("xyz", {}, "there are: digits, mnist"),
-        ("{file}", {}, "which task of .*my_task.py"),
+        ("{file}", {}, "my_task.py does not name a task"),
         ("{folder}/other.py:task", {}, "there is no file .*other.py"),
         ("{file}:tusk", {}, "has no 'tusk', did you mean 'task'"),
         ("{file}:number", {}, "is an int, neither a dure.Task nor a function"),
         ("{file}:no_task", {}, "returned an int, not a dure.Task"),
-        ("{file}:task", {"n": 3}, "takes no options, so --n"),
+        ("{file}:task", {"n": 3}, "takes no options: leave out --n"),
         ("{file}:make", {"m": 3}, "has no option --m"),
         ("{file}:needs", {}, "needs --data DIR --steps STEPS"),
         ("mnist", {}, "needs --data DIR"),

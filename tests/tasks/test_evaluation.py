@@ -169,7 +169,7 @@ def test_a_metric_that_gives_no_number_is_told_by_its_name(given, said, size):
     task = small_task(metrics={"odd": lambda outputs, targets: given}, eval_batch_size=7)
     (rank, *_) = on_ranks(size, lambda group: _error(task, group))
     assert isinstance(rank, ValueError)
-    assert re.search(f"the metric 'odd' {said}.*: it has to give one number", str(rank))
+    assert re.search(f"the metric 'odd' {said}.*, but has to return one number", str(rank))
 
 
 def _error(task, group):
@@ -221,10 +221,10 @@ def test_sums_that_change_their_shape_are_refused_on_one_rank_and_on_several():
     task = small_task(
         metrics={"odd": dure.SumMetric(as_many_as, torch.sum)}, test=examples(15), eval_batch_size=8
     )
-    with pytest.raises(ValueError, match=r"'odd' gives sums of shapes \[7\] for one batch and"):
+    with pytest.raises(ValueError, match=r"'odd' returns sums of shapes \[7\] for one batch and"):
         evaluate(task, network(), task.test, Group(), 0)
     for error in on_all(task, network(), 2):
-        assert "'odd' gives different things on different ranks" in str(error)
+        assert "'odd' returns different things on different ranks" in str(error)
 
 
 class Padded(nn.Module):

@@ -148,5 +148,7 @@ def test_a_loss_of_torchs_that_is_no_mean_is_refused_before_any_work(
         partial(F.cross_entropy, reduction=reduction),
     ):
         task = small_task(loss=loss, model=never)
-        with pytest.raises(ValueError, match=f"has the reduction '{reduction}', but a loss is the"):
+        with pytest.raises(
+            ValueError, match=f"has the reduction '{reduction}', but a loss has to be the"
+        ):
             dure.train(task, strategy)

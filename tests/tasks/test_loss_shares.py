@@ -166,10 +166,10 @@ def test_a_count_is_a_number_or_a_tensor_of_one(count: Any) -> None:
     [
         ((torch.ones(()),), "the loss returned 1 values"),
         ((torch.ones(()), torch.ones(()), {}), "the loss returned 3 values"),
-        ((torch.ones(2), 2), "a sum that is no scalar tensor"),
-        ((1.0, 2), "a sum that is no scalar tensor"),
+        ((torch.ones(2), 2), "a sum that is not a scalar tensor"),
+        ((1.0, 2), "a sum that is not a scalar tensor"),
         ((torch.ones(()), torch.ones(2, 3)), r"a count of shape \[2, 3\]"),
-        ((torch.ones(()), -1), "the count -1.0, but it counts 0 or more"),
+        ((torch.ones(()), -1), "the count -1.0, but it has to be 0 or more"),
         ((torch.ones(()), math.nan), "the count nan"),
         ((torch.ones(()), torch.tensor(math.inf)), "the count inf"),
     ],

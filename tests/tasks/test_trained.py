@@ -21,9 +21,9 @@ def trains(**asked: Any) -> TaskDescription:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"clip_norm": 1}, "clip_norm is 1.0, and not asked for at the server"),
-        ({"precision": "bf16"}, 'precision is "bf16", and not asked for at the server'),
-        ({"unfreeze": {"0.*": 2}}, 'unfreeze is {"0.*": 2}, and not asked for at the server'),
+        ({"clip_norm": 1}, "clip_norm is 1.0, but not asked for at the server"),
+        ({"precision": "bf16"}, 'precision is "bf16", but not asked for at the server'),
+        ({"unfreeze": {"0.*": 2}}, 'unfreeze is {"0.*": 2}, but not asked for at the server'),
     ],
 )
 def test_what_clients_do_otherwise_is_a_difference(asked: dict[str, Any], said: str) -> None:

@@ -244,16 +244,16 @@ def test_ended_at_any_round_and_gone_on_with_it_has_the_same_bits(
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"drop_out": 1.0}, "drop_out is 1.0, but it is a probability below 1"),
-        ({"attack": "sign-flip"}, "an attack needs attackers, and attackers an attack"),
-        ({"attackers": 3}, "an attack needs attackers, and attackers an attack"),
+        ({"drop_out": 1.0}, "drop_out is 1.0, but it has to be a probability below 1"),
+        ({"attack": "sign-flip"}, "an attack needs attackers, and attackers need an attack"),
+        ({"attackers": 3}, "an attack needs attackers, and attackers need an attack"),
         (
             {"attack": "alie", "attackers": 2.5},
-            "attackers is 2.5, but it is a whole number of clients",
+            "attackers is 2.5, but it has to be an integer",
         ),
         (
             {"attack": "alie", "attackers": math.inf},
-            "attackers is inf, but it is a whole number of clients",
+            "attackers is inf, but it has to be an integer",
         ),
         ({"devices": "equall"}, "did you mean 'equal'"),
         ({"attack": "alie", "attackers": math.inf}, "attackers is inf"),
@@ -272,14 +272,24 @@ def with_dropout() -> nn.Module:
 @pytest.mark.parametrize(
     ("strategy", "world", "task", "complaint"),
     [
-        ({}, {"attack": "alie", "attackers": 11}, {}, "11 attackers are more than the 10 clients"),
+        (
+            {},
+            {"attack": "alie", "attackers": 11},
+            {},
+            "the run has 11 attackers, but only 10 clients",
+        ),
         (
             {},
             {"attack": "alie", "attackers": 0.01},
             {},
-            "0.01, but this share of 10 clients is none",
+            "0.01, but this share of 10 clients is less",
         ),
-        ({}, {"attack": "backdoor:3", "attackers": 1}, {}, "there is no class 3, they are 0 to 2"),
+        (
+            {},
+            {"attack": "backdoor:3", "attackers": 1},
+            {},
+            "there is no class 3, classes are 0 to 2",
+        ),
         (
             {},
             {"attack": "label-flip", "attackers": 1},
@@ -287,13 +297,13 @@ def with_dropout() -> nn.Module:
                 "train": (torch.zeros(20, 6).double(), torch.zeros(20, 3).double()),
                 "loss": F.mse_loss,
             },
-            "label-flip needs a task with classes, and this one has none",
+            "label-flip needs a task with classes, but this one has none",
         ),
         (
             {"clients": None, "partition": "natural-key"},
             {"attack": "alie", "attackers": 4},
             {},
-            "4 attackers are more than the 3 clients",
+            "the run has 4 attackers, but only 3 clients",
         ),
         (
             {},
@@ -311,19 +321,19 @@ def with_dropout() -> nn.Module:
             {"selection": "uniform:1:1:400"},
             {},
             {},
-            "minimum is 400, but a round asks no more than 10 of the 10",
+            "minimum is 400, but a round asks at most 10 of the 10",
         ),
         (
             {"selection": "uniform:1.2:9:7", "fraction": 0.5},
             {},
             {},
-            "minimum is 7, but a round asks no more than 6",
+            "minimum is 7, but a round asks at most 6",
         ),
         (
             {"selection": "poisson:1:9:11", "fraction": 0.5},
             {},
             {},
-            "minimum is 11, but a round asks no more than 10",
+            "minimum is 11, but a round asks at most 10",
         ),
     ],
 )

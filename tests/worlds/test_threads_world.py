@@ -69,12 +69,12 @@ def test_worlds_that_cannot_be_are_refused(arguments: Any, complaint: str) -> No
         (
             dure.SingleWorker(8),
             dure.Threads(1),
-            "SingleWorker does not live in Threads; it needs a world of ranks",
+            "SingleWorker does not run in Threads; it needs a world of ranks",
         ),
         (
             dure.FedAvg(4),
             dure.Threads(2),
-            "FedAvg does not live in Threads; it needs a world of clients: Simulated",
+            "FedAvg does not run in Threads; it needs a world of clients: Simulated",
         ),
         (
             dure.DataParallel(8),
@@ -187,9 +187,9 @@ def test_the_command_line_trains_resumes_and_repeats_it(
     [
         (
             "train digits data-parallel --devices cpu",
-            "--devices says where threads compute: add --world threads",
+            "--devices sets where threads compute: add --world threads",
         ),
-        ("train digits fed-avg --world threads", "FedAvg does not live in Threads"),
+        ("train digits fed-avg --world threads", "FedAvg does not run in Threads"),
         ("compare digits data-parallel,world=moon", "there is no world 'moon'"),
     ],
 )

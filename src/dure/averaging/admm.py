@@ -142,17 +142,11 @@ class ADMM(Strategy):
         check_exchange(self.all_reduce, self.momentum)
         check_partition(self.partition, task, workers)
         if not (math.isfinite(self.rho) and self.rho > 0):
-            raise ValueError(
-                f"rho is {self.rho}, but workers are drawn to the consensus by more than 0"
-            )
+            raise ValueError(f"rho is {self.rho}, but it has to be greater than 0")
         if self.local_epochs < 1:
-            raise ValueError(
-                f"local_epochs is {self.local_epochs}, but a worker makes at least one pass"
-            )
+            raise ValueError(f"local_epochs is {self.local_epochs}, but it has to be 1 or more")
         if self.local_steps is not None and self.local_steps < 1:
-            raise ValueError(
-                f"local_steps is {self.local_steps}, but a worker makes at least one step"
-            )
+            raise ValueError(f"local_steps is {self.local_steps}, but it has to be 1 or more")
 
     def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         return ADMMLearner(task, place, seed, self)

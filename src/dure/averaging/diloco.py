@@ -104,13 +104,9 @@ class DiLoCo(Strategy):
     def check(self, task: Task, workers: int | None) -> None:
         self.rounds().check(task, workers)
         if not (math.isfinite(self.outer_lr) and self.outer_lr >= 0):
-            raise ValueError(
-                f"outer_lr is {self.outer_lr}, but a learning rate is a number from 0 on"
-            )
+            raise ValueError(f"outer_lr is {self.outer_lr}, but it has to be 0 or more")
         if not 0 <= self.outer_momentum < 1:
-            raise ValueError(
-                f"outer_momentum is {self.outer_momentum}, but a momentum lies in [0, 1)"
-            )
+            raise ValueError(f"outer_momentum is {self.outer_momentum}, but it has to be in [0, 1)")
 
     def rounds(self) -> LocalSGD:
         """Return the strategy of the rounds without the outer optimizer."""

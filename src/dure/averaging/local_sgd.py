@@ -101,9 +101,9 @@ class LocalSGD(Strategy):
         check_accumulate(self.accumulate)
         check_exchange(self.all_reduce, self.momentum)
         if self.period < 1:
-            raise ValueError(f"period is {self.period}, but a round has at least one step")
+            raise ValueError(f"period is {self.period}, but it has to be 1 or more")
         if self.local_from < 0:
-            raise ValueError(f"local_from is {self.local_from}, but steps count from 0")
+            raise ValueError(f"local_from is {self.local_from}, but it has to be 0 or more")
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Check that the model can train on batches of this size and that no tensors overlap.

@@ -151,21 +151,18 @@ class ParallelSGD(Strategy):
                 f"combine is {self.combine!r}; choose one of {', '.join(get_args(Combination))}"
             )
         if self.combine_every is not None and self.combine_every < 1:
-            raise ValueError(
-                f"combine_every is {self.combine_every}, but models are combined after at least "
-                f"one pass"
-            )
+            raise ValueError(f"combine_every is {self.combine_every}, but it has to be 1 or more")
         if self.shuffle:
             check_movable(task.train)
             for way in sorted(task.train.sampling.asks):
                 raise ValueError(
-                    f"shuffle moves examples between ranks, and {way} is about where they lay: "
-                    f"leave out one of the two"
+                    f"shuffle moves examples between ranks, but {way} depends on their original "
+                    "places: leave one of the two out"
                 )
         if self.combine == "best" and task.train.rank_counts is not None:
             raise ValueError(
-                "the best model is the one with the least loss on all training data, and these lie "
-                "with the ranks, each its own: take combine=average"
+                "combine=best chooses the model with the least loss on all training data, but "
+                "each rank has only its own data: use combine=average"
             )
 
     def parts(self, task: Task, seed: int, workers: int | None) -> Sequence[Tensor]:
@@ -177,8 +174,8 @@ class ParallelSGD(Strategy):
     def cannot(self, part: Part, kind: Kind) -> str | None:
         if part == "ema" and self.combine_every is None:
             return (
-                "its models are combined once, at the end, and there is no average of one: take "
-                "combine_every"
+                "its models are combined only once, at the end, so there is nothing to average: "
+                "give combine_every"
             )
         return super().cannot(part, kind)
 

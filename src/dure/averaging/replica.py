@@ -294,8 +294,8 @@ def check_partition(partition: Partition, task: Task, workers: int | None) -> No
     if task.train.rank_counts is not None:
         if partition != IID():
             raise ValueError(
-                f"the training data lie with the ranks, and {partition} has nothing to divide: "
-                f"leave the partition out"
+                f"each rank has its own training data, so {partition} has nothing to divide: "
+                "leave the partition out"
             )
     elif workers is not None:
         partition.divide(workers, task.train)

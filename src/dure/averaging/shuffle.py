@@ -83,8 +83,8 @@ def check_movable(examples: Examples) -> None:
     """Check that examples can be sent unchanged. Raises ValueError otherwise."""
     if examples.draws:
         raise ValueError(
-            "the shuffle sends examples as they lie in tensors, and a dataset is read example by "
-            "example, with its transforms anew each time: give tensors, or train without shuffle"
+            "shuffle sends examples as tensors, but a dataset is read example by example, with "
+            "new transforms each time: give tensors, or train without shuffle"
         )
 
 
@@ -213,8 +213,8 @@ def _check_alike(layout: ExampleLayout, group: Group) -> None:
     other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
     if other is not None:
         raise ValueError(
-            f"an example of rank {other} has other tensors than one of rank 0, in number, shape, "
-            f"dtype or structure: ranks that exchange examples have the same kind"
+            f"examples of rank {other} differ from those of rank 0 in number, shape, dtype or "
+            "structure of tensors: ranks that exchange examples need the same form"
         )
 
 

@@ -62,9 +62,7 @@ def check_exchange(algorithm: str, momentum: str) -> None:
             f"there is no all-reduce {algorithm!r}; choose one of {', '.join(ALGORITHMS)}"
         )
     if momentum not in get_args(Momentum):
-        raise ValueError(
-            f"momentum is {momentum!r}; a synchronisation can {', '.join(get_args(Momentum))} it"
-        )
+        raise ValueError(f"momentum is {momentum!r}; choose one of {', '.join(get_args(Momentum))}")
 
 
 def elements_in_message(

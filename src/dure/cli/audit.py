@@ -77,7 +77,9 @@ def main(given: list[str]) -> int:
         return _log(names[0])
     how: AuditOptions = parse_flags(USAGE, {"how": AuditOptions}, flags, about)["how"]
     if not Path(names[0]).is_dir():
-        raise ValueError(f"{names[0]} is no run folder; the log of a client takes no options")
+        raise ValueError(
+            f"{names[0]} is not a run folder, and these options do not apply to a client's log"
+        )
     return _run(names[0], how)
 
 
@@ -87,8 +89,8 @@ def _log(name: str) -> int:
 
     chain = verify(Path(name))
     print(
-        f"{name}: {chain.lines} {'line' if chain.lines == 1 else 'lines'}, each as it was "
-        f"written; the last has the digest {chain.digest}"
+        f"{name}: {chain.lines} {'line' if chain.lines == 1 else 'lines'}, none changed since it "
+        f"was written; the digest of the last line is {chain.digest}"
     )
     return 0
 
@@ -123,7 +125,9 @@ def _run(name: str, how: AuditOptions) -> int:
         print(json.dumps(found.content))
         return 0
     _show(found.rows, found.content)
-    print(f"{name}/audit.json has it all; dure report {name} shows the pictures", file=sys.stderr)
+    print(
+        f"{name}/audit.json has all results; dure report {name} shows the pictures", file=sys.stderr
+    )
     return 0
 
 
@@ -150,7 +154,7 @@ def _show(rows: Sequence[AttackResult], content: Mapping[str, Any]) -> None:
         table.add_column(heading, overflow="fold")
     for row in rows:
         of = "1 update" if row.sum == 1 else f"{row.sum} updates"
-        got = f"not made: {row.why}" if row.why else ", ".join(_figures(row))
+        got = f"not attempted: {row.why}" if row.why else ", ".join(_figures(row))
         examples = f"{row.examples:.4g}" if row.groups else "–"
         cells = (row.attack, of, row.change, examples, got)
         table.add_row(*(escape(printable(cell)) for cell in cells))
@@ -180,7 +184,7 @@ def _lines(content: Mapping[str, Any]) -> list[str]:
         )
     if content["sums_only"]:
         lines.append(
-            "the server of this run had sums alone: what is said of 1 update is kept from it"
+            "the server of this run received only sums: it could not see the results for 1 update"
         )
     canaries = content.get("canaries")
     if canaries:
@@ -191,7 +195,7 @@ def _lines(content: Mapping[str, Any]) -> list[str]:
     promised = content.get("promised")
     if promised:
         lines.append(
-            f"the accountant promises epsilon at most {promised['epsilon']:.3g} (delta "
+            f"the accountant guarantees epsilon at most {promised['epsilon']:.3g} (delta "
             f"{promised['delta']:g})"
         )
     return lines

@@ -43,7 +43,7 @@ def main(given: list[str]) -> int:
     what, *rest = given
     known = ("init", "server", "client")
     if what not in known:
-        raise ValueError(f"dure certificates has no {what!r}{suggestion(what, known)}")
+        raise ValueError(f"dure certificates has no command {what!r}{suggestion(what, known)}")
     names, flags = names_before_flags(rest)
     operands = {"init": "", "server": " [HOST ...]", "client": " NAME"}[what]
     prog = f"dure certificates {what}{operands}"
@@ -59,10 +59,12 @@ def _init(names: list[str], how: CertificateOptions) -> int:
     from dure.wire.certificates import AUTHORITY_DAYS, make_authority
 
     if names:
-        raise ValueError("dure certificates init takes no names: an authority signs for all")
+        raise ValueError(
+            "dure certificates init takes no names: one authority signs all certificates"
+        )
     made = make_authority(how.folder, days=AUTHORITY_DAYS if how.days is None else how.days)
     _say(made)
-    print(f"clients need {made.certificate}; nobody else needs {made.key}")
+    print(f"give clients {made.certificate}; keep {made.key} private")
     return 0
 
 
@@ -89,4 +91,4 @@ def _client(names: list[str], how: CertificateOptions) -> int:
 def _say(made: CertificateFiles) -> None:
     from dure.wire.certificates import expires
 
-    print(f"{made.certificate} and {made.key}, until {expires(made.certificate):%Y-%m-%d}")
+    print(f"{made.certificate} and {made.key}, valid until {expires(made.certificate):%Y-%m-%d}")

@@ -101,7 +101,7 @@ class ClientActivity:
     that counted (True) and did not count (False).
     """
 
-    doing: str = "reaching the server"
+    doing: str = "connecting to the server"
     round: int | None = None
     moved: float = 0.0
     whole: float = 0.0
@@ -124,11 +124,11 @@ class ClientActivity:
                 self.outcomes[bool(about["kept"])] += 1
                 self.last = in_words(what, about)
             case "sent" | "ready" | "not wanted" | "checked in":
-                self.doing = "waiting for what is next"
+                self.doing = "waiting for the next assignment"
                 if what == "not wanted":
                     self.last = in_words(what, about)
             case "failed":
-                self.doing = "waiting a little"
+                self.doing = "waiting before the next request"
                 self.last = in_words(what, about)
             case "waiting":
                 self.doing = in_words(what, about)
@@ -155,7 +155,7 @@ class ClientActivity:
         did_not = self.outcomes[False]
         updates = f"{counted} {'update' if counted == 1 else 'updates'} counted"
         if did_not:
-            updates += f", {did_not} did not"
+            updates += f", {did_not} not counted"
         said = [duration(round(time.monotonic() - self.began)), updates]
         return " · ".join([*said, *([f"last: {self.last}"] if self.last else [])])
 
@@ -187,7 +187,9 @@ def _in_words(what: str, about: About) -> str:
             return f"round {_round(about)}: sending {_size(about)}"
         case "not wanted":
             why = f": {about['why']}" if about.get("why") else ""
-            return f"round {_round(about)}: left off, the update is not wanted any more{why}"
+            return (
+                f"round {_round(about)}: stopped, the server does not need the update any more{why}"
+            )
         case "settled":
             return "the update counts" if about["kept"] else f"the update: {about['reason']}"
         case "failed":

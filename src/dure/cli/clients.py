@@ -70,13 +70,13 @@ def main(given: list[str]) -> int:
         return 0
     what, *rest = given
     if what not in _COMMANDS:
-        raise ValueError(f"dure clients has no {what!r}{suggestion(what, _COMMANDS)}")
+        raise ValueError(f"dure clients has no command {what!r}{suggestion(what, _COMMANDS)}")
     command = _COMMANDS[what]
     names, flags = names_before_flags(rest)
     prog = f"dure clients {what} {command.operands}"
     how = parse_flags(prog, {"how": command.options}, flags, command.description)["how"]
     if len(names) != len(command.operands.split()):
-        raise ValueError(f"{prog}: name {command.operands}, and nothing else before the options")
+        raise ValueError(f"{prog}: give {command.operands} and nothing else before the options")
     from dure.worlds.network.server.register import FILE, Register
 
     with Register(Path(names[0]) / FILE) as register:
@@ -86,13 +86,14 @@ def main(given: list[str]) -> int:
 
 def _invite(register: Register, names: list[str], how: InviteOptions) -> None:
     if how.count < 1:
-        raise ValueError(f"--count {how.count}: it is 1 or more")
+        raise ValueError(f"--count is {how.count}, but it has to be 1 or more")
     if how.count > 1 and (how.name is not None or how.number is not None):
-        raise ValueError("a name or a number is one client's: leave --count out")
+        raise ValueError("a name or a number belongs to one client: leave --count out")
     for _ in range(how.count):
         print(register.invite(how.name, how.number, how.days * DAY))
     print(
-        f"each is good once, for {how.days:g} days, and is not shown again: dure join --token-file",
+        f"each token can be used once, within {how.days:g} days, and is not shown again: use it "
+        "with dure join --token-file",
         file=sys.stderr,
     )
 
@@ -119,7 +120,10 @@ def _list(register: Register, names: list[str], how: ListClientsOptions) -> None
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         print("  ".join(cells).rstrip())
     free = register.places - len(clients)
-    print(f"{free} of {register.places} places are free, {len(open_invitations)} invitations open")
+    print(
+        f"{free} of {register.places} client ids are free, {len(open_invitations)} invitations "
+        "are open"
+    )
 
 
 def _revoke(register: Register, names: list[str], how: NoClientsOptions) -> None:
@@ -149,12 +153,10 @@ class _Command:
 
 _COMMANDS = {
     "invite": _Command(_invite, "RUN", InviteOptions, "Print tokens with which clients enrol."),
-    "list": _Command(_list, "RUN", ListClientsOptions, "Who is enrolled."),
-    "revoke": _Command(_revoke, "RUN CLIENT", NoClientsOptions, "A client may not come again."),
-    "forget": _Command(
-        _forget, "RUN CLIENT", NoClientsOptions, "Delete what is known of a client."
+    "list": _Command(_list, "RUN", ListClientsOptions, "List the enrolled clients."),
+    "revoke": _Command(
+        _revoke, "RUN CLIENT", NoClientsOptions, "Revoke a client: it cannot connect any more."
     ),
-    "withdraw": _Command(
-        _withdraw, "RUN", NoClientsOptions, "No open invitation is good any more."
-    ),
+    "forget": _Command(_forget, "RUN CLIENT", NoClientsOptions, "Delete a client's record."),
+    "withdraw": _Command(_withdraw, "RUN", NoClientsOptions, "Withdraw all open invitations."),
 }

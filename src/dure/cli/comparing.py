@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from dure.run.compare import Comparison
 
 ABOUT = (
-    "Many systems on one task. Any setting of a system, such as --clients 20, is given to all that "
-    "have it; what stands behind a name, as in fed-avg,clients=5 or single-worker,lr=0.01, wins."
+    "Train many systems on one task. A setting of a system, such as --clients 20, applies to all "
+    "systems that have it; a setting after a system's name, as in fed-avg,clients=5 or "
+    "single-worker,lr=0.01, overrides it."
 )
 
 COMPARED = (
@@ -101,7 +102,7 @@ def compare(given: list[str]) -> int:
     # Flags that are settings of systems go to the systems; options of the task are split off first.
     apart = [without_options(system, reference) for system in systems]
     given_to = shared([system for system, _ in apart], flags, {*own, "help"})
-    about = f"{ABOUT} Here these are {', '.join(given_to.there)}."
+    about = f"{ABOUT} Such settings here are {', '.join(given_to.there)}."
     asked = parse_flags(f"dure compare {reference}", parts, given_to.flags, about)
     how: CompareOptions = asked["how"]
     stop: Stop = asked["limits"].stop(epochs=20)
@@ -165,14 +166,14 @@ def _nothing(done: Comparison) -> Mapping[str, Any]:
 def resumed(flags: list[str], command: str, judges: ComparisonNotes = _nothing) -> int:
     """Resume the comparison or sweep in a folder. judges: returns further lines of output."""
     asked = parse_flags(
-        command, {"how": ResumeOptions}, flags, "Go on with many runs; those that ended stay."
+        command, {"how": ResumeOptions}, flags, "Resume many runs; finished runs are kept."
     )
     how: ResumeOptions = asked["how"]
     unused = [name for name in ("strategy", "world", "weights") if getattr(how, name) is not None]
     if unused:
         raise ValueError(
-            f"{how.resume} has runs of several systems: leave out --{unused[0]}, and name other "
-            f"code with --rules"
+            f"{how.resume} has runs of several systems: leave out --{unused[0]}, and name the "
+            "code with --rules"
         )
     start_fork_server()
     from dure.run.existing_runs import resume_comparison, stop_of
@@ -231,7 +232,7 @@ def show_comparison(
     print(f"report: {done.report}", file=sys.stderr)
     if not any(run.summary["ended"] == "interrupt" for run in done.runs):
         return worst
-    print(f"interrupted; go on with: {command} --resume {folder}", file=sys.stderr)
+    print(f"interrupted; resume with: {command} --resume {folder}", file=sys.stderr)
     return 130
 
 

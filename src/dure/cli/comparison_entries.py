@@ -90,5 +90,5 @@ def _read(reference: str, texts: Mapping[str, str]) -> dict[str, Any]:
 def _truth(name: str, value: str) -> bool:
     words = {"true": True, "false": False}
     if value.lower() not in words:
-        raise ValueError(f"{name} is {value!r}, but it is true or false")
+        raise ValueError(f"{name} is {value!r}, but it has to be true or false")
     return words[value.lower()]

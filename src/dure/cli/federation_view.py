@@ -50,7 +50,7 @@ class FederationView:
         if "status" in event:
             self.status = event["status"]
             self.token = event["token"]
-            return f"status at {self.status}, for the token in {self.token}"
+            return f"status at {self.status}, which needs the token in {self.token}"
         if "waiting" in event:
             self.waiting = event["waiting"]
             return self.waiting
@@ -109,7 +109,7 @@ class FederationView:
         if not now:
             return ""
         if now["doing"] == "measuring":
-            return f"clients that measure the model of round {now['round'] - 1}"
+            return f"clients that evaluate the model of round {now['round'] - 1}"
         if now["doing"] == "adding up":
             return f"clients that add up the updates of round {now['round']}"
         # A missing client may reconnect until the deadline.

@@ -68,7 +68,7 @@ class LimitOptions:
                 target[name] = float(value)
             except ValueError:
                 raise ValueError(
-                    f"--target {text}: it is METRIC=VALUE, such as test_accuracy=0.99"
+                    f"--target {text}: write METRIC=VALUE, such as test_accuracy=0.99"
                 ) from None
         limits = Stop(
             epochs=self.epochs,
@@ -170,7 +170,7 @@ class LearningOptions:
 def _from_step(text: str) -> tuple[str, int]:
     name, _, step = text.rpartition("=")
     if not name or not step.isdecimal():
-        raise ValueError(f"--unfreeze {text}: it is NAME=STEP, such as body.*=100")
+        raise ValueError(f"--unfreeze {text}: write NAME=STEP, such as body.*=100")
     return name, int(step)
 
 
@@ -530,7 +530,7 @@ def _check_own_names(parts: dict[str, Any]) -> None:
         for name in sorted(names.get(part, set()) & others):
             owner = "the task" if part == "task" else parts[part].__name__
             raise ValueError(
-                f"{owner} has a {what} {name!r}, which is the name of a flag of dure: rename it"
+                f"{owner} has a {what} {name!r}, but dure has a flag of that name: rename it"
             )
 
 

@@ -226,7 +226,7 @@ def _said_of(error: BaseException) -> str:
         shown = path if len(path) <= 120 else f"{path[:80]}…{path[-30:]}"
         return f"cannot use {shown}: {error.strerror}"
     if error.errno == errno.ENOSPC:
-        return f"cannot write what is to be printed: {error.strerror}"
+        return f"cannot write the output: {error.strerror}"
     return described(error)
 
 
@@ -310,7 +310,11 @@ _NAMELESS: dict[str, tuple[str, dict[str, Any], str]] = {
         comparing.ABOUT,
     ),
     "report": ("RUN ...", {"how": ReportOptions}, "Write a report."),
-    "bench": ("all-reduce", {"how": BenchOptions}, "All-reduce, side by side in one run."),
+    "bench": (
+        "all-reduce",
+        {"how": BenchOptions},
+        "Compare implementations of all-reduce in one run.",
+    ),
 }
 """Commands whose flags do not depend on names: usage, parts of the flags, description."""
 
@@ -366,7 +370,7 @@ def _train(given: list[str]) -> int:
     # The name of a new folder contains the time: a restarted job would not find it.
     if how.out is None and world.starts_again:
         raise ValueError(
-            "torchrun may start this job again: say with --out which folder it goes on with"
+            "torchrun may restart this job: give with --out the folder from which it resumes"
         )
     stop: Stop = asked["limits"].stop()
     if how.seeds != 1:
@@ -399,12 +403,12 @@ def _report(given: list[str]) -> int:
 def _bench(given: list[str]) -> int:
     names, flags = names_before_flags(given)
     if names != ["all-reduce"]:
-        raise ValueError("dure bench all-reduce [options]: all-reduce is what can be benchmarked")
+        raise ValueError("dure bench all-reduce [options]: all-reduce is the only benchmark")
     asked = parse_flags(
         "dure bench all-reduce",
         {"how": BenchOptions},
         flags,
-        "All-reduce, side by side in one run.",
+        "Compare implementations of all-reduce in one run.",
     )
     how: BenchOptions = asked["how"]
     # Checked first: under torchrun each rank would start ranks of its own.
@@ -414,7 +418,7 @@ def _bench(given: list[str]) -> int:
 
     plan = options.plan(how.sizes, how.ranks, how.contenders, how.repeats, how.quick, how.fit)
     if how.out is not None and how.out.exists() and not how.out.is_dir():
-        raise ValueError(f"{how.out} is a file, and the result goes into a folder: name another")
+        raise ValueError(f"{how.out} is a file, but the result needs a folder: give another path")
     start_fork_server()
     from dure.bench.page import write
     from dure.bench.progress import BenchProgress

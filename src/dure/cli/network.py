@@ -83,8 +83,8 @@ def serve(given: list[str]) -> int:
     check_names(reference, [system])
     if value_of("--keep-updates", flags) is not None:
         raise ValueError(
-            "--keep-updates writes what clients send beside the examples it was made of: it is for "
-            "simulations (dure train), and no server does it"
+            "--keep-updates stores clients' updates with the examples of their training: only "
+            "simulations can (dure train), not a server"
         )
     from dure.run.registry import strategy_class
     from dure.run.train import train
@@ -93,7 +93,7 @@ def serve(given: list[str]) -> int:
 
     kind = strategy_class(system)
     if kind.kind != "clients":
-        raise ValueError(f"{system} has no clients: dure serve takes federated systems")
+        raise ValueError(f"{system} has no clients: dure serve needs a federated system")
     parts = {
         "strategy": kind,
         "task": options_of_task(reference),
@@ -106,11 +106,13 @@ def serve(given: list[str]) -> int:
     asked = parse_flags(f"dure serve {reference} {system}", parts, flags, about)
     how: TrainOptions = asked["how"]
     if how.seeds != 1:
-        raise ValueError("--seeds is for dure train and dure compare: who serves has one seed")
+        raise ValueError("--seeds is for dure train and dure compare: a served run has one seed")
     world: Network = asked["world"]
     local: bool = asked["where"].local
     if local and world.roster is not None:
-        raise ValueError("--local starts clients with new keys, which no roster has: leave it out")
+        raise ValueError(
+            "--local starts clients with new keys, which are not on a roster: leave it out"
+        )
     if local and value_of("--port", flags) is None:
         world = replace(world, port=0)
     if local:
@@ -125,7 +127,7 @@ def serve(given: list[str]) -> int:
         hears: EventHandler = JoinInstructions(reference, world.access == "invited", out, how.json)
         if local:
             if getattr(strategy, "clients", 0) is None:
-                raise ValueError("clients is not given: say with --clients how many there are")
+                raise ValueError("the number of clients is missing: give it with --clients")
             hears = LocalClients(ending, reference, options, out)
         return show_run(
             partial(train, task, strategy, world, stop, out=out, **how.of_train()),
@@ -151,7 +153,7 @@ def _resumed(flags: list[str]) -> int:
             was = run_request_of(folder)
             task = was.task.name or asked["how"].task
             if task is None:
-                raise ValueError("the task was made in Python: start its clients from there")
+                raise ValueError("the task was created in Python: start its clients from Python")
             return LocalClients(ending, task, was.task.options, folder)
 
         command = "dure serve --local" if "--local" in flags else "dure serve"
@@ -166,7 +168,7 @@ def _before_a_round(command: str, folder: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         if (folder / "config.json").is_file():
             print(
-                f"nothing is trained yet; go on with: {command} --resume {folder}", file=sys.stderr
+                f"nothing is trained yet; resume with: {command} --resume {folder}", file=sys.stderr
             )
         raise
 
@@ -263,10 +265,10 @@ def join(given: list[str]) -> int:
     """Run `dure join URL TASK …`."""
     names, flags = names_before_flags(given)
     if len(names) != 2:
-        raise ValueError("dure join URL TASK [options]: name a server and a task")
+        raise ValueError("dure join URL TASK [options]: give the address of a server and a task")
     url, reference = names
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url} is no address of a server: https://HOST:PORT")
+        raise ValueError(f"{url} is not the address of a server: write https://HOST:PORT")
     check_names(reference, [])
     from dure.cli.client_display import ClientDisplay
     from dure.cli.tokens import token_of
@@ -276,7 +278,7 @@ def join(given: list[str]) -> int:
     from dure.tasks.builtin import load_task
 
     parts = {"task": options_of_task(reference), "reach": ConnectionOptions, "how": JoinOptions}
-    about = "Take part in a federation that a server on a network serves."
+    about = "Take part as a client in the federation of a server on the network."
     asked = parse_flags(f"dure join URL {reference}", parts, flags, about)
     reach: ConnectionOptions = asked["reach"]
     how: JoinOptions = asked["how"]

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 USAGE = "dure predict RUN INPUT ..."
 
 ABOUT = (
-    "What the model of a run says of inputs: files of npy, csv, json or safetensors, - for JSON on "
-    "standard input, or examples of the task, such as test:0 or test:0:10. Inputs of several "
-    "tensors are objects of JSON, or rows of csv by the names of columns; texts go through the "
-    "task's collate function, and Task(parse=...) takes rows of any other form."
+    "Print the predictions of a run's model for inputs: files of npy, csv, json or safetensors, "
+    "- for JSON on standard input, or examples of the task, such as test:0 or test:0:10. Inputs "
+    "of several tensors are objects of JSON, or rows of csv by the names of columns; texts go "
+    "through the task's collate function, and Task(parse=...) takes rows of any other form."
 )
 
 
@@ -51,7 +51,7 @@ def main(given: list[str]) -> int:
         raise ValueError(f"{USAGE}: name a run folder and at least one input")
     how: PredictOptions = parse_flags(USAGE, {"how": PredictOptions}, flags, ABOUT)["how"]
     if how.out is not None and how.out.suffix != ".npy":
-        raise ValueError(f"--out is {how.out}, but outputs are written as npy: name it NAME.npy")
+        raise ValueError(f"--out is {how.out}, but outputs are written as npy: use a name NAME.npy")
     from dure.run.predict import predict
 
     folder, *sources = names

@@ -74,14 +74,14 @@ def main(given: list[str]) -> int:
         return 0
     what, *rest = given
     if what not in _COMMANDS:
-        raise ValueError(f"dure roster has no {what!r}{suggestion(what, _COMMANDS)}")
+        raise ValueError(f"dure roster has no command {what!r}{suggestion(what, _COMMANDS)}")
     command = _COMMANDS[what]
     names, flags = names_before_flags(rest)
     prog = f"dure roster {what} {command.operands}".rstrip()
     how = parse_flags(prog, {"how": command.options}, flags, command.description)["how"]
     if len(names) != len(command.operands.split()):
         operands = command.operands or "nothing"
-        raise ValueError(f"{prog}: name {operands}, and nothing else before the options")
+        raise ValueError(f"{prog}: give {operands} and nothing else before the options")
     command.run(names, how)
     return 0
 
@@ -99,7 +99,7 @@ def _owner(names: list[str], how: NoRosterOptions) -> None:
     made = not path.exists()
     _print_key(Key.load_or_create(path).public)
     if made:
-        print(f"{path} signs in the owner's name: keep it off the server", file=sys.stderr)
+        print(f"{path} is the owner's private key: do not store it on the server", file=sys.stderr)
 
 
 def _sign(names: list[str], how: SignOptions) -> None:
@@ -134,7 +134,7 @@ def _print_key(public: str) -> None:
     from dure.wire.members import fingerprint
 
     print(public)
-    print(f"fingerprint, to be read out: {fingerprint(public)}", file=sys.stderr)
+    print(f"fingerprint, to compare by voice: {fingerprint(public)}", file=sys.stderr)
 
 
 @dataclass(frozen=True)

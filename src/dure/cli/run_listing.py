@@ -63,7 +63,7 @@ def list_runs(given: list[str]) -> int:
     names, flags = names_before_flags(given)
     usage = "dure list [FOLDER ...]"
     how: ListRunsOptions = parse_flags(
-        usage, {"how": ListRunsOptions}, flags, "The runs in folders, by default those in runs/."
+        usage, {"how": ListRunsOptions}, flags, "List the runs in folders, by default in runs/."
     )["how"]
     roots = [Path(name) for name in names] or [Path("runs")]
     for root in roots:
@@ -88,10 +88,13 @@ def show(given: list[str]) -> int:
     names, flags = names_before_flags(given)
     usage = "dure show RUN"
     how: ShowRunOptions = parse_flags(
-        usage, {"how": ShowRunOptions}, flags, "What a run, or a comparison, was and came to."
+        usage,
+        {"how": ShowRunOptions},
+        flags,
+        "Show the settings and results of a run or a comparison.",
     )["how"]
     if len(names) != 1:
-        raise ValueError(f"{usage}: name one run folder; dure list says which there are")
+        raise ValueError(f"{usage}: name one run folder; dure list lists them")
     folder = Path(names[0])
     if (folder / "comparison.json").is_file():
         return _show_comparison(folder, how.json)
@@ -176,7 +179,7 @@ def _value(summary: Mapping[str, Any], metric: str) -> float | None:
 
 def _task(config: Mapping[str, Any]) -> str:
     task = mapping(config.get("task"))
-    return text_of(task.get("title")) or text_of(task.get("name")) or "made in Python"
+    return text_of(task.get("title")) or text_of(task.get("name")) or "created in Python"
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -275,7 +278,7 @@ def _facts(folder: Path) -> Iterator[tuple[str, str]]:
         if not is_spread(name):
             yield metric_name(name), _measured(result, name, value)
     yield from _about(result)
-    yield "sent", f"{size(result.bytes_per_worker)} a worker"
+    yield "sent", f"{size(result.bytes_per_worker)} per worker"
     yield "memory", f"{size(result.peak_memory)} at the peak"
     lines = (pipeline.in_a_line(run), federated.in_a_line(run), privacy.in_a_line(run))
     for line in filter(None, (*lines, *run.notes)):
@@ -301,14 +304,17 @@ def _about(result: RunResult) -> Iterator[tuple[str, str]]:
     if chosen is not None:
         by = metric_name(chosen.monitor)
         steps = (
-            "" if result.steps is None else f"; the last is of {result.unit} {result.steps:,.0f}"
+            "" if result.steps is None else f"; the last is from {result.unit} {result.steps:,.0f}"
         )
-        yield "best model", f"of {result.unit} {chosen.step:,.0f}, chosen by {by}{steps}"
+        yield "best model", f"from {result.unit} {chosen.step:,.0f}, chosen by {by}{steps}"
     if result.mean_of is not None:
-        yield "told", f"measured is the mean of {result.mean_of}, a model that nobody has"
+        yield "told", f"the metrics are of the mean of {result.mean_of}, a model that no client has"
     for name, value in result.baseline.items():
         told = f"{metric_name(name)} {metric_value(name, value)}"
-        yield "majority", f"{told}, by always saying the most frequent class of the training data"
+        yield (
+            "majority",
+            f"{told}, if the most frequent class of the training data is always predicted",
+        )
 
 
 def _with_options(config: Mapping[str, Any]) -> str:
@@ -337,5 +343,5 @@ def _show_comparison(folder: Path, as_json: bool) -> int:
     if (folder / "report.html").is_file():
         print(f"report: {folder / 'report.html'}")
     if any(not run["state"].startswith(("done", "running")) for run in found):
-        print(f"go on with: dure train --resume {folder}")
+        print(f"resume with: dure train --resume {folder}")
     return 0

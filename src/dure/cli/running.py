@@ -47,7 +47,7 @@ def resumed(
         command,
         {"limits": LimitOptions, "how": ResumeOptions, **(parts or {})},
         flags,
-        "Go on with a run.",
+        "Resume a run.",
     )
     how: ResumeOptions = asked["how"]
     folder = how.resume
@@ -114,7 +114,8 @@ def show_run(
         # If the input has to change (2), resuming would fail in the same way.
         if error.exit_code == 1 and (folder / "checkpoint").is_dir():
             print(
-                f"dure: kept until its last checkpoint; go on with {command} --resume {folder}",
+                f"dure: the run is kept up to its last checkpoint; resume with {command} --resume "
+                f"{folder}",
                 file=sys.stderr,
             )
         raise
@@ -129,7 +130,7 @@ def show_run(
     if done.summary["ended"] != "interrupt":
         return 0
     if not quiet:
-        print(f"interrupted; go on with: {command} --resume {folder}", file=sys.stderr)
+        print(f"interrupted; resume with: {command} --resume {folder}", file=sys.stderr)
     return 130
 
 
@@ -150,12 +151,12 @@ def _say_facts(folder: Path) -> None:
 def check_names(reference: str, systems: list[str]) -> None:
     """Check names of task and systems before torch is loaded. Raises ValueError."""
     if reference.endswith(".py"):
-        raise ValueError(f"{reference} is a file: say which task in it, {reference}:NAME")
+        raise ValueError(f"{reference} is a file: name a task in it, {reference}:NAME")
     if ":" not in reference and reference.replace("_", "-") not in catalog.TASKS:
         raise ValueError(f"there is no task {reference!r}{suggestion(reference, catalog.TASKS)}")
     for system in systems:
         if system.endswith(".py"):
-            raise ValueError(f"{system} is a file: say which strategy in it, {system}:NAME")
+            raise ValueError(f"{system} is a file: name a strategy in it, {system}:NAME")
         if ":" not in system and system not in catalog.SYSTEMS:
             raise ValueError(f"there is no system {system!r}{suggestion(system, catalog.SYSTEMS)}")
 

@@ -47,7 +47,7 @@ def replay(given: list[str]) -> int:
     names, flags = names_before_flags(given)
     if len(names) != 1:
         raise ValueError("dure replay RUN: name the folder of a run that was served with --record")
-    about = "Make the models of a recorded run again, and compare."
+    about = "Recompute the models of a recorded run, and compare them."
     how: ReplayOptions = parse_flags("dure replay RUN", {"how": ReplayOptions}, flags, about)["how"]
     from dure.run.replay import replay as replayed
 
@@ -60,21 +60,23 @@ def replay(given: list[str]) -> int:
     if found.same is None:
         return 0
     if found.compared:
-        print(f"{found.compared} models were compared with the digests in models.jsonl")
+        print(f"{found.compared} models compared with the digests in models.jsonl")
     print(
-        "the same bits as the run's" if found.same else f"NOT the bits of the run's{_where(found)}"
+        "identical to the run's models, bit for bit"
+        if found.same
+        else f"NOT identical to the run's models{_where(found)}"
     )
     return 0 if found.same else 1
 
 
 def _where(found: ReplayResult) -> str:
-    return f", from model {found.differ[0]} on" if found.differ else ": the last model is another"
+    return f", from model {found.differ[0]}" if found.differ else ": the last model differs"
 
 
 def backup(given: list[str]) -> int:
     """Run `dure backup RUN TO`."""
     if given in (["--help"], ["-h"]):
-        print("dure backup RUN TO: copies the folder of a run, also while it is served")
+        print("dure backup RUN TO: copy the folder of a run, even while it is served")
         return 0
     if len(given) != 2 or any(one.startswith("-") for one in given):
         raise ValueError("dure backup RUN TO: name a run folder and a new folder for the copy")
@@ -92,7 +94,7 @@ def personalise(given: list[str]) -> int:
     folder, reference = names
     check_names(reference, [])
     parts = {"task": options_of_task(reference), "how": PersonaliseOptions}
-    about = "Train the newest global model on one's own data, offline."
+    about = "Train the newest global model further on the client's own data, offline."
     asked = parse_flags(f"dure personalise DIR {reference}", parts, flags, about)
     how: PersonaliseOptions = asked["how"]
     from dure.run.personalise import personalise as trained
@@ -100,7 +102,9 @@ def personalise(given: list[str]) -> int:
 
     task = load_task(reference, **given_options(asked["task"]))
     found = trained(Path(folder), task, epochs=how.epochs, batch_size=how.batch_size, seed=how.seed)
-    print(f"one's own model, from the global one of round {found.round}, is kept in {folder}")
+    print(
+        f"the personal model, trained from the global model of round {found.round}, is in {folder}"
+    )
     for name, before in found.before.items():
         print(f"{name}: {before:.4f} before, {found.after[name]:.4f} after")
     return 0

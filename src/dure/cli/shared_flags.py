@@ -44,8 +44,8 @@ def shared(systems: Sequence[str], flags: Sequence[str], own: Collection[str]) -
         without = [_name(system) for system in systems if system not in there]
         if without:
             notes.append(
-                f"{_flag(name)} {value} is for {_listed(map(_name, there))}: there is no such "
-                f"setting of {_listed(without)}"
+                f"{_flag(name)} {value} applies to {_listed(map(_name, there))}; "
+                f"{_listed(without)} does not have this setting"
             )
     given = [_with(system, known[system], settings) for system in systems]
     names = dict.fromkeys(name for one in known.values() for name in one if name not in own)
@@ -71,14 +71,16 @@ def _apart(
             continue
         if name not in defaults:
             close = suggestion(head, list(map(_flag, [*own, *defaults])))
-            raise ValueError(f"no system that is compared has {head}, nor has compare{close}")
+            raise ValueError(
+                f"neither compare nor any of the compared systems has a flag {head}{close}"
+            )
         if not equals and waiting and not waiting[0].startswith("--"):
             value = waiting.pop(0)
         elif not equals and isinstance(defaults[name], bool):
             value = "true"
         # A comma would begin the next setting, except inside a list.
         if not value or ("," in value and not value.startswith("[")):
-            raise ValueError(f"{head} is a setting of systems, and has one value: {head} VALUE")
+            raise ValueError(f"{head} is a setting of systems and needs one value: {head} VALUE")
         settings[name] = value
     return settings, left
 

@@ -190,12 +190,12 @@ def notes_on(summaries: Sequence[dict[str, Any]]) -> list[str]:
     if any(_ROW in one for one in best_and_last(summaries)):
         monitors = {one["best_model"]["monitor"] for one in summaries if "best_model" in one}
         by = ", ".join(sorted(name.replace("_", " ") for name in monitors))
-        notes.append(f"best: the model chosen by {by}, which dure predict takes; last: --last")
+        notes.append(f"best: the model chosen by {by}, which dure predict uses; last: with --last")
     for one in summaries:
         if "mean_of" in one:
             notes.append(
-                f"{one['label']}: the mean of {one['mean_of']}, a model that nobody has: its "
-                f"metrics are not compared"
+                f"{one['label']}: the mean of {one['mean_of']}, a model that no client has: its "
+                "metrics are not compared"
             )
     for one in summaries:
         facts: dict[str, Any] = next(iter(one.get("facts", ())), {})
@@ -209,7 +209,7 @@ def notes_on(summaries: Sequence[dict[str, Any]]) -> list[str]:
     known = sorted(accuracy for accuracy in accuracies if accuracy is not None)
     if known:
         told = ", ".join(f"{accuracy:.4f}" for accuracy in known)
-        notes.append(f"majority class: test accuracy {told}, without learning anything")
+        notes.append(f"majority class: test accuracy {told} without learning")
     return notes
 
 
@@ -262,7 +262,7 @@ def _shuffle(summaries: Sequence[dict[str, Any]]) -> list[SummaryColumn]:
         return lambda summary: summary.get(key, 0) / summary.get("workers", 1)
 
     return [
-        ("shuffled a worker", mean("shuffle_bytes"), human_bytes, None),
+        ("shuffled per worker", mean("shuffle_bytes"), human_bytes, None),
         ("shuffle time", mean("shuffle_seconds"), duration, None),
     ]
 
@@ -302,7 +302,7 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[SummaryColumn]:
     result += [
         ("epochs", lambda s: s["epochs"], lambda v: f"{v:.3g}", True),
         *_clocks(summaries),
-        ("sent a worker", lambda s: s["bytes_sent_per_worker"], human_bytes, True),
+        ("sent per worker", lambda s: s["bytes_sent_per_worker"], human_bytes, True),
         *_shuffle(summaries),
         ("peak memory", lambda s: s["peak_memory"], human_bytes, True),
         # No best value: a slower computation is less idle.
@@ -343,7 +343,7 @@ def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -
     result = _table(summaries, shown, room)
     if left_out:
         names = ", ".join(reversed(left_out))
-        notes.append(f"no room for {names}: see summary.json, or the report")
+        notes.append(f"no space to show {names}: see summary.json or the report")
     return with_notes(result, notes)
 
 
@@ -362,7 +362,7 @@ def _width(column: SummaryColumn, summaries: Sequence[dict[str, Any]]) -> int:
     return max(map(len, [*heading.split(), *cells]))
 
 
-_NO_METRICS = ("epsilon", "epochs", "time", "virtual time", "sent a worker")
+_NO_METRICS = ("epsilon", "epochs", "time", "virtual time", "sent per worker")
 
 
 def _least(shown: Sequence[SummaryColumn]) -> int:
@@ -377,7 +377,7 @@ def _least(shown: Sequence[SummaryColumn]) -> int:
         "peak memory",
         "simulated in",
         "shuffle time",
-        "shuffled a worker",
+        "shuffled per worker",
     ):
         if name in names:
             return names.index(name)
@@ -385,7 +385,7 @@ def _least(shown: Sequence[SummaryColumn]) -> int:
         place for place, name in enumerate(names) if name not in _NO_METRICS and name[:5] != "until"
     ]
     of_clients = [place for place in metrics if not names[place].startswith("test ")]
-    last = [names.index(name) for name in ("sent a worker", "epochs") if name in names]
+    last = [names.index(name) for name in ("sent per worker", "epochs") if name in names]
     return (of_clients or metrics[1:] or last or [len(names) - 1])[-1]
 
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 USAGE = "dure sweep TASK SYSTEM --grid NAME=VALUE,VALUE ..."
 
 ABOUT = (
-    "One system with many settings, each a run. Settings are the system's, its world's or the "
-    "task's; those with one value may stand behind the system's name, or be flags."
+    "Train one system with many settings, each in its own run. Settings are those of the system, "
+    "its world or the task; settings with one value may follow the system's name, or be flags."
 )
 
 
@@ -91,7 +91,7 @@ def main(given: list[str]) -> int:
     for text in what.grid:
         name, equals, values = text.partition("=")
         if not equals or not name:
-            raise ValueError(f"--grid {text}: it is NAME=VALUE,VALUE, such as lr=0.1,0.01")
+            raise ValueError(f"--grid {text}: write NAME=VALUE,VALUE, such as lr=0.1,0.01")
         setting = name.replace("-", "_")
         if setting in space:
             raise ValueError(f"--grid names {name} twice: give all its values at once, {name}=A,B")
@@ -163,11 +163,13 @@ def _judged(done: Comparison, metric: str | None = None) -> Mapping[str, Any]:
         return {"best": f"none: {error}"}
     found = ranked(done.runs, judge)
     if not found:
-        return {"best": f"none: no trial reached a finite {judge}"}
+        return {"best": f"none: no trial has a finite {judge}"}
     best = found[0]
     said = {"best": best.label, judge: best.value}
     if best.runs[0].folder is not None:
         said["where"] = ", ".join(str(run.folder) for run in best.runs)
     if judge.startswith("test"):
-        said["note"] = f"{judge} has chosen it, and so flatters it: measure it on other data"
+        said["note"] = (
+            f"it was chosen by {judge}, which is therefore too optimistic: measure it on other data"
+        )
     return said

@@ -17,14 +17,14 @@ def main(given: list[str]) -> int:
 
 def tree() -> str:
     """Return the text of `dure systems`."""
-    lines = ["Systems, by what they divide, and the worlds where they live", ""]
+    lines = ["Systems, by what they divide, and the worlds in which they run", ""]
     for family in catalog.FAMILIES:
         lines += [*_branch(family, ""), ""]
     lines += ["Worlds", ""]
     lines += [f"  {name:<12} {world.summary}" for name, world in catalog.WORLDS.items()]
     lines += [
         "",
-        "dure train TASK SYSTEM --help lists the settings of a system; docs/SYSTEM.md its rule",
+        "dure train TASK SYSTEM --help lists the settings of a system; docs/SYSTEM.md explains it",
     ]
     return "\n".join(lines) + "\n"
 

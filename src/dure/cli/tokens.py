@@ -45,13 +45,13 @@ def _read(file: Path) -> str:
     except OSError as error:
         raise ValueError(f"cannot read the token in {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} holds no token") from error
+        raise ValueError(f"{file} contains no token") from error
 
 
 def _checked(text: str, where: str) -> str:
     # A single word: no other content of a file may be sent to a server.
     if len(text) > _MOST or len(text.split()) != 1:
         raise ValueError(
-            f"{where} holds no token: it is one word, as dure clients invite prints it"
+            f"{where} contains no token: a token is one word, as printed by dure clients invite"
         )
     return text.strip()

@@ -38,17 +38,20 @@ def main(given: list[str]) -> int:
     # Any owner of a key can sign any content.
     except (KeyError, AttributeError, TypeError) as error:
         raise LineageError(
-            f"what {found.key} has signed is not what a server says of a model"
+            f"the content that {found.key} has signed is not the lineage of a model"
         ) from error
-    print(f"as it was signed by {found.key}")
+    print(f"unchanged since it was signed by {found.key}")
     for line in lines:
         print(printable(line))
     if found.compared:
-        print(f"as it was signed, too: {', '.join(found.compared)}")
+        print(f"also unchanged: {', '.join(found.compared)}")
     else:
         print("config.json was not compared: name the run folder for that")
     if how.key is None:
-        print("any key would do: name with --key the one that the server's owner has told you")
+        print(
+            "the signer was not checked: give with --key the public key that you received from "
+            "the server's owner"
+        )
     return 0
 
 
@@ -63,7 +66,7 @@ def in_words(lineage: dict[str, Any]) -> list[str]:
         f"task:    {task.get('title') or task.get('name')}",
         f"system:  {lineage['system'].get('name')}, seed {lineage['seed']}",
         f"run:     {lineage['run']}, {lineage['rounds']} rounds, made {lineage['made']}",
-        f"clients: {clients.get('gave_updates')} gave {clients.get('updates')} updates ({shown})",
+        f"clients: {clients.get('gave_updates')} sent {clients.get('updates')} updates ({shown})",
         f"with:    {versions}",
         f"config:  SHA-256 {lineage['config_sha256']}",
     ]

@@ -27,20 +27,22 @@ class WatchOptions:
 def main(given: list[str]) -> int:
     """Show the page until Ctrl-C, which counts as success."""
     names, flags = names_before_flags(given)
-    about = "Show the report of runs in a browser, live while they go on, whoever trains them."
+    about = (
+        "Show the report of runs in a browser, live while they train, also runs of other processes."
+    )
     how: WatchOptions = parse_flags(_USAGE, {"how": WatchOptions}, flags, about)["how"]
     if not names:
         raise ValueError(f"{_USAGE}: name a run folder, or a folder of runs")
     if not 0 <= how.port < 65536:
         raise ValueError(f"port is {how.port}, but ports are 0 to 65535")
     if how.linger is not None and how.linger < 0:
-        raise ValueError(f"linger is {how.linger}, but the page stays 0 seconds or more")
+        raise ValueError(f"linger is {how.linger}, but it has to be 0 seconds or more")
     from dure.run.watch import watch
 
     try:
         watch([Path(name) for name in names], how.port, how.linger, _tell)
     except KeyboardInterrupt:
-        print("dure: the page is closed; the runs go on", file=sys.stderr)
+        print("dure: the page is closed; the runs continue", file=sys.stderr)
     return 0
 
 

@@ -53,8 +53,8 @@ def options_of(kind: type[Strategy], flags: Sequence[str]) -> dict[str, type[Any
         raise ValueError(f"{kind.name} counts clients, not workers: use --clients {count}")
     if named is not None:
         raise ValueError(
-            f"{kind.__name__} does not live in {named.capitalize()}; it needs a world of clients, "
-            f"which needs no --world"
+            f"{kind.__name__} does not run in {named.capitalize()}; it needs a world of clients, "
+            "which needs no --world"
         )
     return {"world": Conditions}
 
@@ -135,7 +135,7 @@ def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
         options = WorldOptions(workers=None if alone else workers, world=_NAMES[named])
         return strategy, _of_workers(strategy, options)
     if kind.kind != "clients" and ":" not in named and not _lives_with_clients(kind, named):
-        raise ValueError(f"{system!r}: the world is threads or processes, or one of your own")
+        raise ValueError(f"{system!r}: the world has to be threads, processes, or your own class")
     # A setting that both have is the strategy's; an unknown one is reported as the strategy's.
     of_strategy = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     of_world = {field.name for field in fields(world_class(named))} - of_strategy  # type: ignore[arg-type]
@@ -185,23 +185,24 @@ def _of_workers(strategy: Strategy, asked: WorldOptions) -> World:
         # Only a backend that differs from the default was certainly requested.
         if asked.backend != WorldOptions().backend:
             raise ValueError(
-                f"--backend {asked.backend} carries bytes between ranks, which threads are not: "
-                f"leave it out"
+                f"--backend {asked.backend} connects processes, and threads do not need it: leave "
+                "it out"
             )
         return Threads(workers, asked.devices or None)
     if asked.devices:
-        raise ValueError("--devices says where threads compute: add --world threads")
+        raise ValueError("--devices sets where threads compute: add --world threads")
     if under_torchrun():
         # Under torchrun the number of ranks is fixed; --workers may only agree with it.
         job = Torchrun(asked.deadline, asked.backend)
         if workers not in (None, job.workers):
             raise ValueError(
-                f"--workers is {workers}, but torchrun has started {job.workers}: leave it out"
+                f"--workers is {workers}, but torchrun has started {job.workers} workers: leave "
+                "it out"
             )
         return job
     if strategy.alone and workers not in (None, 1):
         raise ValueError(
-            f"{strategy.name} is one worker: leave out --workers {workers}, or take data-parallel"
+            f"{strategy.name} has one worker: leave out --workers {workers}, or use data-parallel"
         )
     return Processes(
         workers if workers is not None else strategy.ranks, asked.deadline, asked.backend

@@ -72,9 +72,12 @@ def warn_of_drawn(model: nn.Module, path: Path) -> None:
     """Warn about tensors of the model that are not in the files, and the reverse."""
     fit = assign_weights(model, path)
     if fit.drawn:
-        warn(f"{path} does not have {_listed(fit.drawn)} of the model: drawn as without weights")
+        warn(
+            f"{path} does not have {_listed(fit.drawn)} of the model: they are initialised at "
+            "random"
+        )
     if fit.left_out:
-        warn(f"{path} has {_listed(fit.left_out)}, which the model does not have: left out")
+        warn(f"{path} has {_listed(fit.left_out)}, which the model does not have: they are ignored")
 
 
 def assign_weights(model: nn.Module, path: Path) -> WeightAssignment:
@@ -89,12 +92,12 @@ def assign_weights(model: nn.Module, path: Path) -> WeightAssignment:
     if library is not None:
         fit = library.fit(tensors, stored)
     wrong = [
-        *([f"{_listed(fit.missing)} missing there"] if fit.missing else []),
-        *([f"{_listed(fit.unexpected)} missing in the model"] if fit.unexpected else []),
+        *([f"{_listed(fit.missing)} missing in the file"] if fit.missing else []),
+        *([f"{_listed(fit.unexpected)} not in the model"] if fit.unexpected else []),
         *_other_shapes(tensors, fit.given),
     ]
     if wrong:
-        raise ValueError(f"the weights in {path} are not those of the model: {'; '.join(wrong)}")
+        raise ValueError(f"the weights in {path} do not match the model: {'; '.join(wrong)}")
     return fit
 
 
@@ -130,11 +133,13 @@ def _other_shapes(tensors: Mapping[str, Tensor], given: Mapping[str, StoredTenso
         mine = tensors[name]
         # A lazy parameter takes the shape of its value.
         if not is_lazy(mine) and mine.shape != stored.shape:
-            told.append(f"{name} is {stored.shape} there and {tuple(mine.shape)} in the model")
+            told.append(
+                f"{name} is {stored.shape} in the file and {tuple(mine.shape)} in the model"
+            )
         elif _kind(mine.dtype) != _kind(stored.values):
-            told.append(f"{name} is {stored.values} there and {mine.dtype} in the model")
+            told.append(f"{name} is {stored.values} in the file and {mine.dtype} in the model")
     rest = len(told) - _SHOWN
-    return [*told[:_SHOWN], f"and {rest} more of another shape"] if rest > 0 else told
+    return [*told[:_SHOWN], f"and {rest} more have other shapes"] if rest > 0 else told
 
 
 def _kind(dtype: torch.dtype) -> str:
@@ -292,7 +297,8 @@ def _check_equal(first: str, one: StoredTensor, name: str, other: StoredTensor) 
     """Raise ValueError if two names of a tied tensor have different values in the files."""
     if not torch.equal(one.read(), other.read()):
         raise ValueError(
-            f"{first} and {name} are one tensor in the model, and differ in {other.file}"
+            f"{first} and {name} are one tensor in the model, and {other.file} has different "
+            "values for them"
         )
 
 
@@ -304,7 +310,9 @@ def _load(
     try:
         model.load_state_dict({**tensors, **values})
     except RuntimeError as error:
-        raise ValueError(f"the model does not load the weights in {path}: {error}") from error
+        raise ValueError(
+            f"the weights in {path} cannot be loaded into the model: {error}"
+        ) from error
 
 
 def _check_values(model: nn.Module, path: Path) -> None:
@@ -313,8 +321,8 @@ def _check_values(model: nn.Module, path: Path) -> None:
     without = [name for name, tensor in named if tensor.is_meta]
     if without:
         raise ValueError(
-            f"the model function makes {_listed(without)} on the meta device, and {path} has no "
-            f"values for that: make it elsewhere"
+            f"the model function creates {_listed(without)} on the meta device, and {path} has no "
+            "values for it: create it on another device"
         )
 
 

@@ -34,7 +34,8 @@ def factor_at(schedule: LRSchedule | None, step: int) -> float:
     factor = float(schedule(step))
     if not 0 <= factor < math.inf:
         raise ValueError(
-            f"lr_schedule({step}) is {factor}, but learning rates are multiplied with it: 0 or more"
+            f"lr_schedule({step}) is {factor}, but a factor of the learning rate has to be 0 or "
+            "more"
         )
     return factor
 
@@ -52,13 +53,14 @@ def check_schedule(schedule: LRSchedule | None, optimizer: Optimizer) -> None:
         raise
     except Exception as error:
         raise ValueError(
-            f"lr_schedule(0) raised {described(error)}; it is a function of the step "
-            f"that gives a factor, such as lr_lambda of torch's LambdaLR"
+            f"lr_schedule(0) raised {described(error)}; give a function of the step that returns "
+            "a factor, such as lr_lambda of torch's LambdaLR"
         ) from error
     groups = getattr(optimizer, "param_groups", None)  # some only look like one
     if not groups or any(group.get("lr") is None for group in groups):
         raise ValueError(
-            f"lr_schedule multiplies learning rates, and {type(optimizer).__name__} has none"
+            f"lr_schedule multiplies learning rates, and {type(optimizer).__name__} has no "
+            "learning rate"
         )
 
 

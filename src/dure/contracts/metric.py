@@ -93,20 +93,20 @@ def check_metrics(metrics: Any) -> None:
     """Raise ValueError unless the metrics are functions under names that do not clash."""
     if not isinstance(metrics, Mapping):
         raise ValueError(
-            f"Task(metrics=...) is a {type(metrics).__name__}: give names to functions, such as "
-            f'{{"f1": f1}}'
+            f"Task(metrics=...) is a {type(metrics).__name__}: give a dict from names to "
+            'functions, such as {"f1": f1}'
         )
     for name, metric in metrics.items():
         if not isinstance(name, str) or not name.strip():
-            raise ValueError(f"Task(metrics=...): the name {name!r} has to be a text")
+            raise ValueError(f"Task(metrics=...): the name {name!r} has to be a str")
         if isinstance(metric, type):
             raise ValueError(
-                f"the metric {name!r} is the class {metric.__name__}: give an object of it"
+                f"the metric {name!r} is the class {metric.__name__}: give an instance of it"
             )
         if not callable(metric) and not has_state(metric):
             raise ValueError(
-                f"the metric {name!r} has to be a function of outputs and targets, and is "
-                f"{metric!r}"
+                f"the metric {name!r} is {metric!r}, but has to be a function of outputs and "
+                "targets"
             )
         _check_name(name, metrics)
 
@@ -115,11 +115,11 @@ def _check_name(name: str, metrics: Mapping[str, Metric]) -> None:
     # Other measurements are reported under names of the same form (`test_loss`).
     if name in ("loss", "backdoor"):
         raise ValueError(
-            f"the metric {name!r} would be reported as test_{name}, which is another number: call "
-            f"it otherwise"
+            f"the metric {name!r} would be reported as test_{name}, which is the name of another "
+            "metric: rename it"
         )
     if name.endswith("_p10") and name.removesuffix("_p10") in metrics:
         raise ValueError(
-            f"the metric {name!r} has the name of the worst tenth of "
-            f"{name.removesuffix('_p10')!r}: call it otherwise"
+            f"the metric {name!r} has the name under which the worst tenth of "
+            f"{name.removesuffix('_p10')!r} is reported: rename it"
         )

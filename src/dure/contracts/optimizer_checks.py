@@ -21,14 +21,13 @@ def check_optimizer(optimizer: Any) -> None:
     if not callable(getattr(optimizer, "step", None)):
         raise ValueError(
             f"the task's optimizer function returned a {type(optimizer).__name__}, which has no "
-            f"step(): let it return an optimizer, such as torch.optim.SGD(parameters, lr=0.1)"
+            "step(): return an optimizer, such as torch.optim.SGD(parameters, lr=0.1)"
         )
     wanted = _needed_by(_step_of(optimizer))
     if wanted:
         raise ValueError(
-            f"{type(optimizer).__name__}.step needs {' and '.join(wanted)}: no system here "
-            f"computes losses inside of a step; take an optimizer whose step needs nothing, "
-            f"such as SGD or Adam"
+            f"{type(optimizer).__name__}.step needs {' and '.join(wanted)}: dure does not compute "
+            "losses inside a step; use an optimizer whose step needs nothing, such as SGD or Adam"
         )
     for group in getattr(optimizer, "param_groups", ()):
         _check_rate(group.get("lr"), group["params"])
@@ -66,8 +65,8 @@ def _check_rate(rate: Any, parameters: Sequence[nn.Parameter]) -> None:
     largest = None if largest is None else min(largest, torch.finfo(torch.float32).max)
     if largest is not None and not abs(rate) <= largest:  # NaN is not either
         raise ValueError(
-            f"the learning rate is {rate}, and the weights would overflow in the first step: give "
-            f"a smaller one"
+            f"the learning rate is {rate}, so the weights would overflow in the first step: "
+            "choose a smaller one"
         )
 
 

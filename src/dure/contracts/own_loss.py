@@ -38,15 +38,15 @@ class OwnLoss:
     def __post_init__(self) -> None:
         if self.counts not in get_args(Counts):
             raise ValueError(
-                f"OwnLoss(counts={self.counts!r}): give one of {', '.join(get_args(Counts))}"
+                f"OwnLoss(counts={self.counts!r}): choose one of {', '.join(get_args(Counts))}"
             )
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | float]:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
-                "Task(loss=None) takes the loss that the model gives, and it gave none: its output "
-                "needs `loss`, a number, and its inputs the column labels"
+                "Task(loss=None) uses the loss that the model returns, but it returned none: its "
+                "output needs `loss`, a number, and its inputs need the column labels"
             )
         count = self.count(targets)
         # The mean over no terms is 0/0 = NaN: nan_to_num gives a sum of 0 and keeps the graph.
@@ -58,13 +58,13 @@ class OwnLoss:
         Raises ValueError for labels that need another `counts`.
         """
         if not isinstance(labels, Tensor):
-            raise ValueError("Task(loss=None) needs labels that are one tensor")
+            raise ValueError("Task(loss=None) needs labels in a single tensor")
         if self.counts == "examples":
             if labels.ndim > 1 and not labels.is_floating_point():
                 raise ValueError(
-                    f"labels have the shape {list(labels.shape)}: say what the model's loss is a "
-                    f"mean over, loss=dure.OwnLoss('next-tokens') for causal language models, or "
-                    f"'tokens'"
+                    f"labels have the shape {list(labels.shape)}: set what the model's loss is "
+                    "averaged over: loss=dure.OwnLoss('next-tokens') for causal language models, "
+                    "or 'tokens'"
                 )
             return float(len(labels))
         counted = labels[..., 1:] if self.counts == "next-tokens" else labels

@@ -61,22 +61,22 @@ class Stop(SuggestsArguments, common=True):
         for name in ("epochs", "steps", "rounds", "seconds", "bytes", "patience"):
             value = getattr(self, name)
             if value is not None and not value > 0:  # NaN is not either
-                raise ValueError(f"{name} is {value}, but a run ends after more than 0 {name}")
+                raise ValueError(f"{name} is {value}, but it has to be more than 0")
         if not self.min_delta >= 0:
-            raise ValueError(f"min_delta is {self.min_delta}, but it is 0 or more")
+            raise ValueError(f"min_delta is {self.min_delta}, but it has to be 0 or more")
         # Limits of the other unit are allowed, since one Stop serves a comparison, but end nothing.
         own = self.steps if unit == "step" else self.rounds
         others = (self.epochs, self.seconds, self.bytes, self.patience)
         if own is None and all(one is None for one in others) and not self.target:
             other = "rounds" if unit == "step" else "steps"
             hint = (
-                f"; {other} do not count here, it counts {unit}s"
+                f"; {other} do not apply: this system counts {unit}s"
                 if getattr(self, other) is not None
                 else ""
             )
             raise ValueError(
-                f"nothing ends this run: give epochs, {unit}s, seconds, bytes, patience or a "
-                f"target{hint}"
+                f"this run has no stopping condition: give epochs, {unit}s, seconds, bytes, "
+                f"patience or a target{hint}"
             )
 
     def reached(

@@ -480,7 +480,7 @@ class Strategy(CheckedSettings):
 
         Called only for options that the task uses.
         """
-        return None if part in self.trains_with else "nothing in it does that"
+        return None if part in self.trains_with else "this system does not implement it"
 
     def cannot_own_loss(self, kind: Kind) -> str | None:
         """Return why a model with its own loss (`dure.OwnLoss`) is unsupported, or None."""

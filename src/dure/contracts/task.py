@@ -158,11 +158,11 @@ class Task(SuggestsArguments, common=True):
                 and name != "loss"
             ):
                 raise ValueError(
-                    f"Task({name}=...) has to be a function that makes a fresh one, not an instance"
+                    f"Task({name}=...) has to be a function that returns a new one, not an instance"
                 )
         if isinstance(self.loss, type):
             raise ValueError(
-                f"Task(loss={self.loss.__name__}) is a class: give one of it, "
+                f"Task(loss={self.loss.__name__}) is a class: give an instance, "
                 f"{self.loss.__name__}()"
             )
         if self.parse is not None and not callable(self.parse):
@@ -175,7 +175,7 @@ class Task(SuggestsArguments, common=True):
         for name in ("eval_batch_size", "metric_memory"):
             size = getattr(self, name)
             if type(size) is not int or size < 1:
-                raise ValueError(f"Task({name}={size!r}) has to be a whole number, 1 or more")
+                raise ValueError(f"Task({name}={size!r}) has to be an integer, 1 or more")
         if self.dtype is not None and not (
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
@@ -241,8 +241,8 @@ def _validation(asked: Any) -> Examples | float | None:
         return as_examples(asked, measures=True)
     if isinstance(asked, bool) or not 0 < asked < 1:
         raise ValueError(
-            f"Task(validation={asked!r}): it is a share of the training data between 0 and 1, such "
-            f"as 0.1, or examples"
+            f"Task(validation={asked!r}): give a fraction of the training data between 0 and 1, "
+            "such as 0.1, or examples"
         )
     return float(asked)
 

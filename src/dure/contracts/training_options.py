@@ -75,17 +75,17 @@ def check_learning(task: HasTrainingOptions) -> None:
     """Raise ValueError for an invalid value of a training option."""
     norm = task.clip_norm
     if norm is not None and not (_is_number(norm) and norm > 0):
-        raise ValueError(f"Task(clip_norm={norm!r}): a largest norm is a number above zero")
+        raise ValueError(f"Task(clip_norm={norm!r}): give a number greater than 0")
     if task.precision not in get_args(Precision):
-        raise ValueError(f"Task(precision={task.precision!r}): it is 'full' or 'bf16'")
+        raise ValueError(f"Task(precision={task.precision!r}): choose 'full' or 'bf16'")
     if task.ema is not None and not (_is_number(task.ema) and 0 <= task.ema < 1):
         raise ValueError(
-            f"Task(ema={task.ema!r}): it is what an average of the weights keeps of itself in a "
-            f"step, a number from 0 to below 1, such as 0.999"
+            f"Task(ema={task.ema!r}): give the decay of the moving average per step, 0 or more "
+            "and less than 1, such as 0.999"
         )
     if not isinstance(task.compile, (bool, str)):
         raise ValueError(
-            f"Task(compile={task.compile!r}): it is True, or the name of one of torch's backends"
+            f"Task(compile={task.compile!r}): give True or the name of a backend of torch.compile"
         )
     _check_unfreeze(task.unfreeze)
 
@@ -99,14 +99,14 @@ def _check_unfreeze(unfreeze: object) -> None:
         return
     if not isinstance(unfreeze, Mapping) or not unfreeze:
         raise ValueError(
-            f"Task(unfreeze={unfreeze!r}): it says from which step on parameters are trained, such "
-            f"as {{'layers.0.*': 100}}"
+            f"Task(unfreeze={unfreeze!r}): give the step from which parameters are trained, such "
+            "as {'layers.0.*': 100}"
         )
     for name, step in unfreeze.items():
         if type(name) is not str or type(step) is not int or step < 0:
             raise ValueError(
-                f"Task(unfreeze={{{name!r}: {step!r}}}): it is a name of parameters, where * is "
-                f"anything, and the step from which on they are trained, 0 or more"
+                f"Task(unfreeze={{{name!r}: {step!r}}}): give a pattern of parameter names, where "
+                "* matches anything, and the step, 0 or more, from which they are trained"
             )
 
 
@@ -132,8 +132,8 @@ def check_unfrozen(task: HasTrainingOptions, model: nn.Module) -> None:
     for pattern in task.unfreeze:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
-                f"unfreeze names {pattern!r}, and no trained parameter of the model is called so: "
-                f"they are {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+                f"unfreeze names {pattern!r}, which matches no trainable parameter of the model; "
+                f"its parameters are {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
             )
     if len(trained_from(task, names)) == len(names):
-        raise ValueError("unfreeze leaves no parameter that is trained at step 0: name fewer")
+        raise ValueError("unfreeze freezes every parameter at step 0: name fewer parameters")

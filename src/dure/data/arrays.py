@@ -56,15 +56,16 @@ def _check_columns(frame: Any) -> None:
     ]
     if strange:
         raise ValueError(
-            f"the columns {', '.join(strange)} are not of numbers: leave them out, or make numbers "
-            f"of them, such as the codes of categories"
+            f"the columns {', '.join(strange)} are not numeric: leave them out, or convert them "
+            "to numbers, such as the codes of categories"
         )
 
 
 def _of_array(array: Any) -> Tensor:
     if array.dtype.kind not in "biufc":
         raise ValueError(
-            f"an array of {array.dtype} is no tensor: give numbers, such as the index of each class"
+            f"an array of {array.dtype} cannot be a tensor: give numbers, such as the index of "
+            "each class"
         )
     # torch shares neither read-only memory, nor negative strides or swapped bytes: copy.
     plain = numpy.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))

@@ -85,7 +85,7 @@ def check_batch_size(batch_size: int | None) -> None:
     """Raise ValueError unless `batch_size` is None or at least 1."""
     if batch_size is not None and batch_size < 1:
         raise ValueError(
-            f"batch_size is {batch_size}, but a batch has at least one example (None: all the data)"
+            f"batch_size is {batch_size}, but it has to be 1 or more (None: all the data)"
         )
 
 
@@ -93,7 +93,7 @@ def check_joint_batch(batch_size: int | None, examples: int, workers: int | None
     """Raise ValueError if a joint batch, or the data, cannot be divided over the workers."""
     check_batch_size(batch_size)
     if workers is not None and workers > examples:
-        raise ValueError(f"{workers} workers are more than the {examples} training examples")
+        raise ValueError(f"the run has {workers} workers, but only {examples} training examples")
     if workers is not None and batch_size is not None and workers > batch_size:
         raise ValueError(f"a joint batch of {batch_size} cannot be divided over {workers} workers")
 

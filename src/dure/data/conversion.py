@@ -46,6 +46,6 @@ def as_examples(data: Any, measures: bool = False) -> Examples:
     if isinstance(data, Dataset) or lists:
         return DatasetExamples(data)
     raise ValueError(
-        f"a {type(data).__name__} cannot be trained on: give (inputs, targets), dure.Examples, a "
-        f"map-style Dataset or a DataLoader"
+        f"data of the type {type(data).__name__} are not supported: give (inputs, targets), "
+        "dure.Examples, a map-style Dataset or a DataLoader"
     )

@@ -61,7 +61,7 @@ class DatasetExamples(Examples):
         self.draws = True
         self.keys = keys_of(keys) if keys is not None else None
         if self.keys is not None and len(self.keys) != len(items):
-            raise ValueError(f"{len(items)} examples, but {len(self.keys)} keys")
+            raise ValueError(f"there are {len(items)} examples, but {len(self.keys)} keys")
         classes = getattr(dataset, "classes", None)
         self.classes = list(map(str, classes)) if isinstance(classes, (list, tuple)) else None
         self._dtype: torch.dtype | None = None
@@ -99,8 +99,8 @@ class DatasetExamples(Examples):
             return collate(list(items))
         except Exception as error:
             what = (
-                f"no batch can be made of {len(items)} items; where they differ in length it takes "
-                f"a collate_fn that pads, as of a DataLoader"
+                f"{len(items)} items cannot be combined into a batch; if they differ in length, "
+                "give a collate_fn that pads, as with a DataLoader"
                 if collate is _by_default
                 else f"collate_fn failed on a batch of {len(items)}"
             )
@@ -118,8 +118,8 @@ class DatasetExamples(Examples):
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
             return batch[0], batch[1]
         raise ValueError(
-            f"collate_fn returned a {type(batch).__name__}: a batch is (inputs, targets), or a "
-            f"dict with the column labels"
+            f"collate_fn returned a {type(batch).__name__}: a batch has to be (inputs, targets), "
+            "or a dict with the column labels"
         )
 
     def labels(self) -> Tensor | None:
@@ -186,9 +186,8 @@ def _check_by_index(dataset: Any) -> None:
     by_index = getattr(kind, "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
     if isinstance(dataset, IterableDataset) or not by_index or not hasattr(kind, "__len__"):
         raise ValueError(
-            f"a {kind.__name__} is read from its start: a dataset needs __len__ and __getitem__; "
-            f"iterable datasets cannot be divided by index: give dure.StreamExamples(dataset, "
-            f"length=...)"
+            f"a {kind.__name__} can only be read from its start, but a dataset needs __len__ and "
+            "__getitem__; for an iterable dataset give dure.StreamExamples(dataset, length=...)"
         )
     # A dataset made of a stream, such as a subset of it, cannot be read by index either.
     for part in _parts_of(dataset):
@@ -197,8 +196,8 @@ def _check_by_index(dataset: Any) -> None:
         length = len(dataset)
     except Exception as error:
         raise ValueError(
-            f"the dataset has no length ({described(error)}), and what has none "
-            f"cannot be divided by index"
+            f"the dataset has no length ({described(error)}), and a dataset without a length "
+            "cannot be divided by index"
         ) from error
     if length == 0:
         raise ValueError("there are no examples: the dataset has length 0")
@@ -218,7 +217,7 @@ def _labels_in(item: Mapping[str, Any]) -> str:
     found = next((name for name in LABELS if name in item), None)
     if found is None:
         raise ValueError(
-            f"a dict needs a column labels, which is the target, and there is "
+            "a dict needs a column labels for the targets; it has "
             f"{', '.join(map(str, item)) or 'none'}"
         )
     return found
@@ -254,7 +253,7 @@ def _check_item(index: int, item: Any) -> None:
     if texts:
         raise ValueError(
             f"item {index} of the dataset has texts in {', '.join(texts)}: remove these columns, "
-            f"or make numbers of them, as a tokenizer does"
+            "or convert them to numbers, as a tokenizer does"
         )
 
 
@@ -264,10 +263,10 @@ def _check_pair(index: int, item: Any) -> None:
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         what = f"{type(item).__name__}{f' of {len(item)}' if hasattr(item, '__len__') else ''}"
         raise ValueError(
-            f"item {index} of the dataset is a {what}: give (input, target), of which either may "
-            f"be a tuple or a dict"
+            f"item {index} of the dataset is a {what}: give (input, target), each a tensor, a "
+            "tuple or a dict"
         )
     if isinstance(item[1], str):
         raise ValueError(
-            f"the target of item {index} is the text {item[1]!r}: give the index of its class"
+            f"the target of item {index} is the str {item[1]!r}: give the index of its class"
         )

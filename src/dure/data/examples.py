@@ -63,16 +63,14 @@ class Examples:
         inputs, targets = as_tensors((inputs, targets))
         leaves = tree_leaves((inputs, targets))
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
-            raise ValueError(
-                "examples need tensors, or arrays, as inputs and targets: (inputs, targets)"
-            )
+            raise ValueError("examples have to be (inputs, targets), each tensors or arrays")
         if any(leaf.ndim == 0 for leaf in leaves):
             raise ValueError("examples need tensors of shape (n, ...), but one is a single number")
         away = next((leaf.device for leaf in leaves if leaf.device.type != "cpu"), None)
         if away is not None:
             raise ValueError(
-                f"examples lie in the CPU's memory, and these are on {away}: call cpu() on them; "
-                f"each batch goes to where the model is"
+                f"examples have to be in CPU memory, and these are on {away}: call cpu() on them; "
+                "dure moves each batch to the model's device"
             )
         self.keys = keys_of(keys) if keys is not None else None
         lengths = {len(leaf) for leaf in leaves}
@@ -185,7 +183,7 @@ class NoExamples(Examples):
         self._length = 0
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
-        raise DataError("the task has no training data: only a server does without")
+        raise DataError("the task has no training data, and only a server can run without them")
 
     def labels(self) -> Tensor | None:
         return None

@@ -27,7 +27,7 @@ def hold_out(strata: Sequence[Hashable], fraction: float, seed: int) -> tuple[Te
     A pure function. Raises ValueError if fraction is not between 0 and 1.
     """
     if not 0 < fraction < 1:
-        raise ValueError(f"the fraction held out has to lie between 0 and 1, not {fraction}")
+        raise ValueError(f"the fraction held out has to be between 0 and 1, not {fraction}")
     members: dict[Hashable, list[int]] = {}
     for index, stratum in enumerate(strata):
         members.setdefault(stratum, []).append(index)

@@ -97,8 +97,8 @@ def _header(
         )
     if dimensions is not None and rank != dimensions:
         raise DataError(
-            f"{path} holds an array of {rank} dimensions, expected {dimensions}: "
-            "images have 3, labels 1; are the files exchanged?"
+            f"{path} contains an array of {rank} dimensions, expected {dimensions}: images have "
+            "3, labels 1; are the files swapped?"
         )
     lengths = content.read(4 * rank)
     if len(lengths) < 4 * rank:
@@ -129,7 +129,8 @@ def _elements(
         elements = np.frombuffer(found, dtype).reshape(shape)
     except ValueError as error:
         raise DataError(
-            f"{path} has a shape that no array has, {tuple(shape)} ({error}); {_TRY_AGAIN}"
+            f"{path} has the shape {tuple(shape)}, which is too large for an array ({error}); "
+            f"{_TRY_AGAIN}"
         ) from error
     # torch supports only the native byte order; bytes, unlike the copy, may be unaligned.
     return elements.astype(dtype.newbyteorder("="))
@@ -140,15 +141,15 @@ def _check_unpacked(path: Path, expected: int, shape: list[int]) -> None:
     size = path.stat().st_size
     if expected > size * _MOST_PACKED:
         raise DataError(
-            f"{path} is too short for its shape {tuple(shape)}: {size} bytes in gzip hold less "
+            f"{path} is too short for its shape {tuple(shape)}: {size} bytes of gzip contain less "
             f"than {expected}; {_TRY_AGAIN}"
         )
     available = available_memory()
     # Twice: as they are read, and in the machine's byte order.
     if available is not None and 2 * expected > available:
         raise DataError(
-            f"{path} unpacks to {expected} bytes, shape {tuple(shape)}, and takes twice that of "
-            f"memory, of which {available} are available: is it the file that you meant?"
+            f"{path} unpacks to {expected} bytes, shape {tuple(shape)}, and needs twice that much "
+            f"memory, but {available} are available: is it the right file?"
         )
 
 

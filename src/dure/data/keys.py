@@ -23,10 +23,10 @@ def keys_of(keys: Any) -> list[Any]:
     shape = getattr(keys, "shape", None)
     if shape is not None and len(shape) != 1:
         raise ValueError(
-            f"keys have the shape {tuple(shape)}: give one key an example, of shape (n,)"
+            f"keys have the shape {tuple(shape)}: give one key per example, of shape (n,)"
         )
     if isinstance(keys, (str, bytes, AbstractSet, Mapping)):
-        raise ValueError(f"keys are a {type(keys).__name__}: give a list with one key an example")
+        raise ValueError(f"keys are a {type(keys).__name__}: give a list with one key per example")
     found: list[Any] = keys.tolist() if hasattr(keys, "tolist") else list(keys)
     # NumPy and torch numbers in a list become Python's: a tensor equals only itself.
     if any(issubclass(kind, (Tensor, numpy.generic)) for kind in set(map(type, found))):
@@ -65,14 +65,14 @@ def _check(keys: Sequence[Any]) -> None:
     for number, key in enumerate(keys if not types <= {str, int} else ()):
         if key is None or (isinstance(key, float) and not math.isfinite(key)):
             raise ValueError(
-                f"example {number} has the key {key}, which names nobody: give it one, or leave "
-                f"the example out"
+                f"example {number} has the key {key}, which is not a valid key: give the example "
+                "a key, or leave it out"
             )
     if len(types) > 1:
         kinds = ", ".join(sorted(kind.__name__ for kind in types))
         raise ValueError(
-            f"keys are of different types ({kinds}), so that one client may have two: make all of "
-            f"them texts"
+            f"keys have different types ({kinds}), so one client may have two keys: convert all "
+            "of them to str"
         )
     if types == {tuple}:
         # Tuples of the same form, so that they can be sorted.
@@ -81,4 +81,6 @@ def _check(keys: Sequence[Any]) -> None:
     else:
         plain = isinstance(keys[0], KINDS)
     if not plain:
-        raise ValueError(f"keys are texts or numbers, not {keys[0]!r}: make all of them texts")
+        raise ValueError(
+            f"keys have to be texts or numbers, not {keys[0]!r}: convert all of them to str"
+        )

@@ -46,7 +46,9 @@ def examples_of(loader: DataLoader[Any], measures: bool = False) -> Examples:
     """
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
     if loader.worker_init_fn is not None:
-        raise ValueError("a DataLoader with worker_init_fn: leave it out, dure reads ahead itself")
+        raise ValueError(
+            "a DataLoader with worker_init_fn: leave it out, dure prefetches batches itself"
+        )
     if isinstance(loader.dataset, IterableDataset):
         examples: Examples = StreamExamples(loader.dataset, collate=collate)
         sampling = Sampling(drop_last=loader.drop_last, batch_size=loader.batch_size)
@@ -58,7 +60,9 @@ def examples_of(loader: DataLoader[Any], measures: bool = False) -> Examples:
     if not measures:
         examples.sampling = sampling
     elif sampling.weights is not None:
-        raise ValueError("a WeightedRandomSampler draws, and test data are measured each once")
+        raise ValueError(
+            "a WeightedRandomSampler draws at random, but each test example is measured once"
+        )
     return examples
 
 
@@ -73,8 +77,8 @@ def _sampled(loader: DataLoader[Any]) -> tuple[Tensor | None, Sampling]:
     # torch makes a batch sampler if batch_size is given, and none if it is None.
     if loader.batch_size is None:
         raise ValueError(
-            "a DataLoader with batch_sampler, or with batch_size=None: which examples a batch has "
-            "is decided by the strategy; give batch_size, and a sampler"
+            "a DataLoader with batch_sampler, or with batch_size=None: the strategy decides "
+            "which examples are in a batch; give batch_size, and a sampler"
         )
     said = Sampling(drop_last=loader.drop_last, batch_size=loader.batch_size)
     if type(loader.batch_sampler) is not BatchSampler:
@@ -96,15 +100,14 @@ def _sampled(loader: DataLoader[Any]) -> tuple[Tensor | None, Sampling]:
             raise ValueError("weights of a WeightedRandomSampler are 0 or more, and not all 0")
         return None, replace(said, weights=weights)
     raise ValueError(
-        f"a DataLoader with a {type(sampler).__name__}: dure draws by shuffle=True, a "
-        f"SubsetRandomSampler, or a WeightedRandomSampler with replacement, since the order is a "
-        f"function of the run's seed"
+        f"a DataLoader with a {type(sampler).__name__}: dure supports shuffle=True, a "
+        "SubsetRandomSampler, or a WeightedRandomSampler with replacement, because the order is "
+        "a function of the run's seed"
     )
 
 
 def _check_count(count: int, examples: int, name: str) -> None:
     if count != examples:
         raise ValueError(
-            f"a {name} of {count} for {examples} examples: an epoch has as many draws as there are "
-            f"examples"
+            f"a {name} of {count} for {examples} examples: an epoch has one draw per example"
         )

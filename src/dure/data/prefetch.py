@@ -110,7 +110,7 @@ class ThreadLoaders:
             together.abort()
             self._pool.shutdown(cancel_futures=True)
             raise WorkerFailedError(
-                "a loader", "the start", f"{loaders} loaders are too many ({error})"
+                "a loader", "the start", f"{loaders} loaders cannot be started ({error})"
             ) from error
         torch.set_num_threads(mine)  # and for threads that are yet to come
         self._free = list(range(loaders))

@@ -72,8 +72,8 @@ class RankDataFactory(Examples):
         said = examples.sampling
         if said.asks or said.batch_size is not None:
             raise ValueError(
-                f"{where} gave a DataLoader, whose batches nobody asks for: ranks that have data "
-                f"of their own take turns; give the dataset itself"
+                f"{where} returned a DataLoader, whose batches would be ignored: ranks with their "
+                "own data take turns; return the dataset itself"
             )
         if self.keeps_labels and isinstance(examples, DatasetExamples):
             return examples.with_labels()
@@ -93,8 +93,8 @@ class RankDataFactory(Examples):
 
     def __len__(self) -> int:
         raise DataError(
-            "Task.train is a function of (rank, world): how many examples there are is known when "
-            "the ranks have theirs"
+            "Task.train is a function of (rank, world): the number of examples is known only "
+            "after every rank has its own"
         )
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
@@ -143,7 +143,7 @@ class RankExamples(Examples):
         if len(places) and not 0 <= int(places.min()) <= int(places.max()) < len(self.own):
             raise DataError(
                 f"rank {self.rank} has the examples {self.first} to "
-                f"{self._starts[self.rank + 1] - 1}, and was asked for one that lies elsewhere"
+                f"{self._starts[self.rank + 1] - 1}, but was asked for an example of another rank"
             )
         return self.own.batch(places)
 

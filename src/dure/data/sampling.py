@@ -68,8 +68,8 @@ class Sampling:
         weights = self.weights[part]
         if not bool(weights.any()):
             raise ValueError(
-                "none of the examples that are left to train on, to one who has them alone, has a "
-                "weight above 0: give weights, a partition, or a validation set that leave some"
+                "none of the training examples of a rank or client has a weight above 0: change "
+                "the weights, the partition, or the validation set"
             )
         return replace(self, weights=weights)
 

@@ -99,8 +99,8 @@ def read_shakespeare(data: Path | str, sequence_length: int = 80) -> TextData:
     longest = max(SHORT, *(len(text) - 1 for text in (*train.values(), *test.values())))
     if sequence_length > longest:
         raise ValueError(
-            f"sequence_length is {sequence_length}, but no text in {data} has so many characters: "
-            f"give at most {longest}"
+            f"sequence_length is {sequence_length}, but no text in {data} is that long: give at "
+            f"most {longest}"
         )
     characters = "".join(sorted(set().union(*train.values())))
     return TextData(
@@ -217,9 +217,8 @@ def _texts(data: Path) -> tuple[dict[str, str], dict[str, str]]:
     if len(files) == 1:
         return _split_in_time(next(iter(files.values())))
     raise DataError(
-        f"{data} holds {len(files)} .txt files and no play among them: expected plays in the Moby "
-        f"format "
-        "(NAME<TAB>line, after a line ACT I), or exactly one plain text file"
+        f"{data} contains {len(files)} .txt files, none of them a play: expected plays in the "
+        "Moby format (NAME<TAB>line, after a line ACT I), or exactly one plain text file"
     )
 
 

@@ -42,9 +42,11 @@ class StreamExamples(DatasetExamples):
         self, dataset: Any, length: int | None = None, collate: Collate | None = None
     ) -> None:
         if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__iter__"):
-            raise ValueError(f"a {type(dataset).__name__} is no stream: it has no __iter__")
+            raise ValueError(f"a {type(dataset).__name__} is not a stream: it has no __iter__")
         if length is not None and (type(length) is not int or length < 1):
-            raise ValueError(f"length is {length!r}, but it counts examples: 1 or more")
+            raise ValueError(
+                f"length is {length!r}, but it has to be a number of examples, 1 or more"
+            )
         self.dataset = dataset
         self.collate = collate
         self.keeps_labels = False
@@ -70,8 +72,8 @@ class StreamExamples(DatasetExamples):
         """Return the stream's order. Raises ValueError for a part, which needs access by index."""
         if part is not None:
             raise ValueError(
-                "an iterable dataset is read from its start, and cannot be divided among clients "
-                "or replicas that go through parts of their own: give a map-style dataset"
+                "an iterable dataset can only be read from its start, and cannot be divided "
+                "among clients or replicas: give a map-style dataset"
             )
         return Sampling(in_a_row=True).order(len(self))
 
@@ -93,7 +95,9 @@ class StreamExamples(DatasetExamples):
 
     def _begun(self) -> Iterator[Any]:
         if get_worker_info() is not None:
-            raise DataError("an iterable dataset is read where it is trained on: leave loaders out")
+            raise DataError(
+                "an iterable dataset is read in the training process: leave loaders out"
+            )
         return iter(self.dataset)
 
     def _next(self, stream: Iterator[Any] | None, place: int) -> Any:
@@ -102,7 +106,7 @@ class StreamExamples(DatasetExamples):
             return next(stream)
         except StopIteration:
             raise DataError(
-                f"the stream ended after {place} examples, and {len(self)} are said to be in it"
+                f"the stream ended after {place} examples, but its length was given as {len(self)}"
             ) from None
         except Exception as error:
             raise ExampleError(
@@ -131,8 +135,8 @@ def _length_of(dataset: Any) -> int:
         length = len(dataset)
     except (TypeError, NotImplementedError):
         raise ValueError(
-            f"a {type(dataset).__name__} does not say how many examples an epoch has: give "
-            f"dure.StreamExamples(dataset, length=...), which sum(1 for _ in dataset) counts"
+            f"a {type(dataset).__name__} has no length: give dure.StreamExamples(dataset, "
+            "length=...), where sum(1 for _ in dataset) counts the examples"
         ) from None
     if not length:
         raise ValueError("there are no examples: the dataset has length 0")

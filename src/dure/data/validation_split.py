@@ -22,7 +22,7 @@ from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples
 from dure.data.holdout import hold_out
 
-OWN = "give examples of their own, Task(validation=examples)"
+OWN = "give separate examples, Task(validation=examples)"
 
 
 class EvaluationExamples(Examples):
@@ -64,8 +64,8 @@ def split_validation(train: Examples, share: float, seed: int) -> tuple[Examples
     """
     if type(train) not in (DatasetExamples, Examples):
         raise ValueError(
-            f"validation={share} is a share of the training data, which are read in an order of "
-            f"their own and cannot be parted ({type(train).__name__}): {OWN}"
+            f"validation={share} is a fraction of the training data, which are read in their own "
+            f"order and cannot be divided ({type(train).__name__}): {OWN}"
         )
     # A dataset would have to be read as a whole to get its labels.
     labels = train.labels() if type(train) is Examples else None

@@ -125,7 +125,7 @@ def _keep(
     """Return the recorder of updates in the run folder; None if no updates are recorded."""
     if not conditions.keep_updates:
         return None
-    assert folder is not None, "a run that keeps updates has a folder"
+    assert folder is not None, "keep_updates needs a run folder: give out"
     return UpdateRecorder(folder / UPDATES, conditions.keep_updates, batch_size)
 
 
@@ -206,12 +206,12 @@ def _serving(
     if strategy.selection.asks:
         raise ValueError(
             f"the selection {strategy.selection} asks clients for their losses before a round, "
-            f"which only those of a simulation are: take one that looks at their last losses"
+            "which only simulations support: use a selection by their last losses"
         )
     model = place.model(task, seed)
     clients = strategy.count(task)
     if clients is None:
-        raise ValueError("clients is not given: a server has to know how many there may be")
+        raise ValueError("the number of clients is missing, which a server needs: give clients")
     federation = FederationSpec(
         clients=clients,
         seed=seed,
@@ -535,6 +535,6 @@ def _tell_strangers(task: Task, names: Sequence[str] | None) -> None:
     if missing:
         some = ", ".join(map(name_of, missing[:5])) + (", ..." if len(missing) > 5 else "")
         warn(
-            f"{len(missing)} keys of the test data are those of no client ({some}): no client "
-            f"measures on these test examples"
+            f"{len(missing)} keys of the test data belong to no client ({some}): these test "
+            "examples are not used"
         )

@@ -106,13 +106,13 @@ def check_served(strategy: ProtectionSettings) -> None:
     check_own_noise(privacy)
     if privacy.secure is not None and strategy.selection.by_size:
         raise ValueError(
-            f"the selection {strategy.selection} asks clients by how many examples they have, and "
-            f"under secure aggregation over a network nobody is told: take uniform"
+            f"the selection {strategy.selection} chooses clients by their number of examples, "
+            "which secure aggregation over a network hides from the server: use uniform"
         )
     if privacy.secure is not None and privacy.example is not None:
         raise ValueError(
-            "the account of dp-sgd needs to know how many examples each client has, and under "
-            "secure aggregation over a network nobody is told: leave one of them out"
+            "the accountant of dp-sgd needs each client's number of examples, which secure "
+            "aggregation over a network hides from the server: leave one of the two out"
         )
 
 
@@ -275,8 +275,8 @@ def _tell_large(settings: SecureAggregation, sizes: Sequence[int]) -> None:
     if larger:
         warn(
             f"{settings.name}: {len(larger)} of {len(sizes)} clients have more than "
-            f"{settings.most_examples} examples (up to {max(larger)}), and count as if they had "
-            f"so many: give a larger most_examples to weigh them by all"
+            f"{settings.most_examples} examples (up to {max(larger)}), and are weighted as if "
+            "they had that many: give a larger most_examples to weight them by all examples"
         )
 
 

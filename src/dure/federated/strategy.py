@@ -198,7 +198,7 @@ class Federated(Strategy):
     def cannot(self, part: Part, kind: Kind) -> str | None:
         """Return why a part of learning is impossible: dp-sgd needs per-example gradients."""
         if self.privacy.example is not None and part in ("precision", "compile"):
-            return "dp-sgd computes the gradient of each example by itself, in full precision"
+            return "dp-sgd computes per-example gradients in full precision"
         return super().cannot(part, kind)
 
     def check_task(self, task: Task) -> None:
@@ -255,9 +255,9 @@ class Federated(Strategy):
         user = self.privacy.user
         if self.privacy.counts_passes and self.work().steps is not None and stop.epochs:
             raise ValueError(
-                "epochs count passes over the data, and with local_steps nobody is told how much "
-                "of their data clients have seen, under secure aggregation with user-level "
-                "privacy: give rounds"
+                "epochs cannot be counted with local_steps under secure aggregation with "
+                "user-level privacy, which hide how many examples clients have processed: give "
+                "rounds"
             )
         if user is None or self.epsilon is None or user.noise:
             return self
@@ -274,13 +274,13 @@ class Federated(Strategy):
         check_example_level(self.privacy, self.epsilon, self.fine_tune)
         if self.privacy.example is not None and not self.noises_steps:
             raise ValueError(
-                f"dp-sgd: a client of {self.name} computes other gradients than those of one "
-                f"training: take fed-avg, fed-prox or scaffold"
+                f"dp-sgd: a client of {self.name} does not only compute the gradients of one "
+                "training: use fed-avg, fed-prox or scaffold"
             )
         if self.privacy.example is not None and self.selection.asks:
             raise ValueError(
                 f"dp-sgd: the selection {self.selection} asks clients for losses, which have no "
-                f"noise: take uniform"
+                "noise: use uniform"
             )
         user = self.privacy.user
         if user is not None:
@@ -288,57 +288,49 @@ class Federated(Strategy):
             check_user_level(user, self, self.pacing(self.clients or 1).synchronous, secure)
         elif self.epsilon is not None and self.privacy.example is None:
             raise ValueError(
-                f"epsilon {self.epsilon} is a budget of differential privacy: give --privacy "
-                f"user-level, or dp-sgd"
+                f"epsilon {self.epsilon} is a budget of differential privacy: add --privacy "
+                "user-level or dp-sgd"
             )
 
     def check_settings(self) -> None:
         """Raise ValueError for a field that is invalid for any task."""
         check_batch_size(self.batch_size)
         if not 0 < self.fraction <= 1:
-            raise ValueError(
-                f"fraction is {self.fraction}, but a share of the clients is in (0, 1]"
-            )
+            raise ValueError(f"fraction is {self.fraction}, but it has to be in (0, 1]")
         if self.clients is not None and self.clients < 1:
-            raise ValueError(f"clients is {self.clients}, but a federation has at least one")
+            raise ValueError(f"clients is {self.clients}, but it has to be 1 or more")
         if self.local_epochs < 1:
-            raise ValueError(
-                f"local_epochs is {self.local_epochs}, but a client makes at least one pass"
-            )
+            raise ValueError(f"local_epochs is {self.local_epochs}, but it has to be 1 or more")
         if self.local_steps is not None and self.local_steps < 1:
-            raise ValueError(
-                f"local_steps is {self.local_steps}, but a client makes at least one step"
-            )
+            raise ValueError(f"local_steps is {self.local_steps}, but it has to be 1 or more")
         if not 0 <= self.held_out < 1:
-            raise ValueError(
-                f"held_out is {self.held_out}, but a share of each client's data is in [0, 1)"
-            )
+            raise ValueError(f"held_out is {self.held_out}, but it has to be in [0, 1)")
         if self.fine_tune < 0:
-            raise ValueError(f"fine_tune is {self.fine_tune}, but it counts epochs: 0 or more")
+            raise ValueError(f"fine_tune is {self.fine_tune}, but it has to be 0 or more")
         if self.held_out_order not in get_args(HeldOutOrder):
             raise ValueError(
-                f"held_out_order is {self.held_out_order!r}, but it is random or newest"
+                f"held_out_order is {self.held_out_order!r}, but it has to be random or newest"
             )
         if self.freeze_at is not None and self.freeze_at < 0:
-            raise ValueError(f"freeze_at is {self.freeze_at}, but it is a round: 0 or more")
+            raise ValueError(f"freeze_at is {self.freeze_at}, but it has to be a round, 0 or more")
 
     def check(self, task: Task, workers: int | None) -> None:
         self.check_settings()
         if self.fine_tune and self._measured_on(task) is None:
             raise ValueError(
-                "fine_tune measures clients' own models, which needs data that are held_out: give "
-                "0.2"
+                "fine_tune evaluates clients' personalised models, which needs held-out data: "
+                "give held_out, such as 0.2"
             )
         examples = len(task.train)
         # A server without data cannot check this.
         if self.clients is not None and 0 < examples < self.clients:
             raise ValueError(
-                f"{self.clients} clients are more than the {examples} training examples"
+                f"the run has {self.clients} clients, but only {examples} training examples"
             )
         if self.selection.ranks and self.selection.samples_independently:
             raise ValueError(
-                f"the selection {self.selection} ranks clients by their losses, and each of them "
-                f"has a coin of its own, whatever its loss is: derive it from Uniform or Weighted"
+                f"the selection {self.selection} ranks clients by their losses, but draws each "
+                "client independently of its loss: derive it from Uniform or Weighted"
             )
         self.optimizer()
         self._check_privacy()
@@ -361,13 +353,13 @@ class Federated(Strategy):
         check_measuring(secure, self.held_out, self.fine_tune)
         if isinstance(self.selection, Weighted):
             raise ValueError(
-                f"the selection weighted needs to know how many examples each client has, which "
-                f"under {secure.name} nobody is told: take uniform"
+                "the selection weighted needs each client's number of examples, which "
+                f"{secure.name} hides from the server: use uniform"
             )
         if self.selection.ranks:
             raise ValueError(
-                f"the selection {self.selection} looks at the losses of single clients, and under "
-                f"{secure.name} nobody is told: take uniform"
+                f"the selection {self.selection} needs the losses of single clients, which "
+                f"{secure.name} hides from the server: use uniform"
             )
         if clients is not None:
             check_pacing(secure, self.pacing(clients), self.name)
@@ -386,8 +378,8 @@ class Federated(Strategy):
         singly = self.batch_size == 1 and len(task.train) > 0
         if singly and needs_two(model, examples_for(task)[0]):
             raise ValueError(
-                "batch_size is 1, and the model has batch norm, which has no statistics of one "
-                "example: take a batch_size of 2 or more"
+                "batch_size is 1, but the model has batch norm, which cannot compute statistics "
+                "of one example: use a batch_size of 2 or more"
             )
 
     def _check_hooks(self, task: Task, model: nn.Module) -> None:
@@ -396,18 +388,18 @@ class Federated(Strategy):
         own = f"{type(algorithm).__name__} of {self.name}"
         if algorithm.has_own_step and self.privacy.secure is not None:
             raise ValueError(
-                f"the step of {own} looks at single updates, and under {self.privacy.secure.name} "
-                f"the server has none: leave one of the two out"
+                f"the step of {own} needs single updates, which {self.privacy.secure.name} hides "
+                "from the server: leave one of the two out"
             )
         if algorithm.has_own_step and self.privacy.user is not None:
             raise ValueError(
-                f"the step of {own} looks at single updates, and user-level privacy releases none: "
-                f"leave one of the two out"
+                f"the step of {own} needs single updates, which user-level privacy does not "
+                "release: leave one of the two out"
             )
         if algorithm.has_own_objective and self.privacy.example is not None:
             raise ValueError(
-                f"dp-sgd clips the gradients of the task's loss, and {own} has an objective of its "
-                f"own: leave one of the two out"
+                f"dp-sgd clips the gradients of the task's loss, but {own} has its own objective: "
+                "leave one of the two out"
             )
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
@@ -425,40 +417,40 @@ class Federated(Strategy):
         attackers = conditions.attackers
         if clients is not None and attackers and not attacker_count(clients, attackers):
             raise ValueError(
-                f"attackers is {attackers}, but this share of {clients} clients is none: give a "
-                f"larger"
+                f"attackers is {attackers}, but this share of {clients} clients is less than one "
+                "client: give a larger share"
             )
         _check_sampled(task, conditions)
         if attack.poisons:
             check_poison(task.train, attack)
         if conditions.server_examples_per_second != Conditions().server_examples_per_second:
             raise ValueError(
-                "server_examples_per_second is of the server of split learning, which has a part "
-                "of the model: leave it out"
+                "server_examples_per_second applies only to the server of split learning, which "
+                "computes a part of the model: leave it out"
             )
         if self.privacy.secure is not None:
             check_conditions(self.privacy.secure, conditions)
         if self.selection.asks and conditions.transfer_budget is not None:
             raise ValueError(
-                f"transfer_budget counts models and updates, and the selection {self.selection} "
-                f"sends models for losses besides: leave one of the two out"
+                f"transfer_budget counts models and updates, but the selection {self.selection} "
+                "sends additional models to get losses: leave one of the two out"
             )
         if self.privacy.example is not None and not conditions.arrival.is_static:
             raise ValueError(
-                f"dp-sgd: with the arrival {conditions.arrival} clients have other examples at "
-                f"other times, and what they tell of them is not counted: leave it out"
+                f"dp-sgd: with the arrival {conditions.arrival} clients' examples change over "
+                "time, which the accountant does not cover: leave it out"
             )
         if self.freeze_at is not None:
             self._check_frozen(task, model, conditions)
         if conditions.keep_updates and self._divides(task, model):
             raise ValueError(
-                f"keep_updates keeps whole updates to attack them, and clients of {self.name} send "
-                f"a part of the model: leave it out"
+                f"keep_updates stores whole updates for attacks, but clients of {self.name} send "
+                "only a part of the model: leave it out"
             )
         if conditions.keep_updates and attack.poisons:
             raise ValueError(
-                f"keep_updates names the examples of an update, and {attack} puts spoilt ones in "
-                f"their place: leave out one of the two"
+                f"keep_updates stores the examples of an update, but {attack} replaces them by "
+                "poisoned examples: leave one of the two out"
             )
         _check_names([*self.measures(task, model, conditions), FAILURES])
         self.check_engine(task, conditions.engine, model)
@@ -469,12 +461,13 @@ class Federated(Strategy):
     def _check_frozen(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         if conditions.arrival.is_static:
             raise ValueError(
-                "freeze_at compares models on data that have just come, and none come here: give "
-                "an arrival, such as arriving:0.1:3600"
+                "freeze_at compares models on newly arrived data, but no data arrive in this "
+                "run: give an arrival, such as arriving:0.1:3600"
             )
         if self._divides(task, model):
             raise ValueError(
-                f"freeze_at keeps a whole model, and the server of {self.name} has a part of it"
+                f"freeze_at needs the whole model, but the server of {self.name} has only a part "
+                "of it"
             )
 
     def _divides(self, task: Task, model: nn.Module) -> bool:
@@ -564,9 +557,7 @@ def _check_names(names: Sequence[str]) -> None:
     """Raise ValueError if two metrics have the same name."""
     for name, times in Counter(names).items():
         if times > 1:
-            raise ValueError(
-                f"two numbers would be reported as {name}: call the task's metric otherwise"
-            )
+            raise ValueError(f"two numbers would be reported as {name}: rename the task's metric")
 
 
 def _check_sampled(task: Task, conditions: Conditions) -> None:
@@ -580,6 +571,6 @@ def _check_sampled(task: Task, conditions: Conditions) -> None:
         }
         for name in (name for name, there in spoils.items() if there):
             raise ValueError(
-                f"{name}: clients would have other examples than those that {way} is about: leave "
-                f"out one of the two"
+                f"{name}: {way} assumes that clients keep the same examples: leave one of the two "
+                "out"
             )

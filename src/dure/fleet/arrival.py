@@ -142,5 +142,6 @@ def _check(arrival: GradualArrival | GradualForgetting | MovingWindow) -> None:
     check_share(arrival.share, f"{arrival.name}: the share")
     if not (arrival.seconds > 0 and math.isfinite(arrival.seconds)):
         raise ValueError(
-            f"{arrival.name}: the time is a positive number of seconds, not {arrival.seconds}"
+            f"{arrival.name}: the time has to be a positive number of seconds, not "
+            f"{arrival.seconds}"
         )

@@ -100,10 +100,10 @@ class Probability(Availability):
 
     def __post_init__(self) -> None:
         if not 0 < self.p <= 1:
-            raise ValueError(f"probability: it is above 0 and at most 1, not {self.p}")
+            raise ValueError(f"probability: it has to be above 0 and at most 1, not {self.p}")
         if not LEAST <= self.p <= 1 - LEAST and self.p != 1:
             raise ValueError(
-                f"probability: {self.p} cannot be told from {round(self.p)}, {LEAST} is the least"
+                f"probability: {self.p} is too close to {round(self.p)}, the smallest is {LEAST}"
             )
         _check_length(self.period, "probability: the period")
 
@@ -180,7 +180,7 @@ class Daily(Availability):
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise ValueError(
-                f"daily: the share of the day is above 0 and at most 1, not {self.share}"
+                f"daily: the share of the day has to be above 0 and at most 1, not {self.share}"
             )
         _check_length(self.day, "daily: the day")
 
@@ -230,7 +230,7 @@ class AvailabilityFile(Availability):
     def __post_init__(self) -> None:
         if not (self.every >= 0 and math.isfinite(self.every)):
             raise ValueError(
-                f"file: the seconds after which it begins again are 0 (never) or more, not "
+                "file: the seconds until the schedule repeats have to be 0 (never) or more, not "
                 f"{self.every}"
             )
         found: dict[str, list[tuple[float, float]]] = {}
@@ -241,7 +241,7 @@ class AvailabilityFile(Availability):
                 )
             if self.every and end > self.every:
                 raise DataError(
-                    f"{self.path}, line {line}: it ends at {end:g}, after all begins again "
+                    f"{self.path}, line {line}: it ends at {end:g}, after the schedule repeats "
                     f"({self.every:g})"
                 )
             found.setdefault(client, []).append((start, end))
@@ -329,4 +329,4 @@ def _joined(windows: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _check_length(value: float, what: str) -> None:
     if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{what} is a positive number of seconds, not {value}")
+        raise ValueError(f"{what} has to be a positive number of seconds, not {value}")

@@ -88,41 +88,42 @@ class Conditions:
             },
         )
         if not 0 <= self.drop_out < 1:
-            raise ValueError(f"drop_out is {self.drop_out}, but it is a probability below 1")
+            raise ValueError(f"drop_out is {self.drop_out}, but it has to be a probability below 1")
         if not self.attackers >= 0 or (self.attackers > 1 and self.attackers % 1):
             raise ValueError(
-                f"attackers is {self.attackers}, but it is a whole number of clients, or a share "
-                f"below 1"
+                f"attackers is {self.attackers}, but it has to be an integer, or a share below 1"
             )
         # "attackers" without an attack is more likely a forgotten option than an intention.
         if isinstance(self.attack, NoAttack) != (self.attackers == 0):
             raise ValueError(
-                "an attack needs attackers, and attackers an attack: give both, as sign-flip and 4"
+                "an attack needs attackers, and attackers need an attack: give both, such as "
+                "sign-flip and 4"
             )
         if self.attackers_change and self.attack.poisons:
             raise ValueError(
-                f"{self.attack} spoils examples once and for all: its attackers cannot change"
+                f"{self.attack} changes examples once, before training: its attackers cannot change"
             )
         budget = self.transfer_budget
         if not (budget is None or (isinstance(budget, int) and budget > 0)):
-            raise ValueError(f"transfer_budget is {budget}, but it is a number of bytes above 0")
+            raise ValueError(
+                f"transfer_budget is {budget}, but it has to be a number of bytes above 0"
+            )
         if self.keep_updates < 0:
             raise ValueError(
-                f"keep_updates is {self.keep_updates}, but it counts rounds: 0 or more"
+                f"keep_updates is {self.keep_updates}, but it has to be a number of rounds, 0 or "
+                "more"
             )
         if not self.deadline > 0:
-            raise ValueError(
-                f"deadline is {self.deadline} s, but a step of training takes longer than nothing"
-            )
+            raise ValueError(f"deadline is {self.deadline} s, but it has to be more than 0")
         if not self.server_mbit > 0:
-            raise ValueError(f"server_mbit is {self.server_mbit}, but a link has a speed above 0")
+            raise ValueError(f"server_mbit is {self.server_mbit}, but it has to be greater than 0")
         speed = self.server_examples_per_second
         if not speed > 0:
-            raise ValueError(f"server_examples_per_second is {speed}, but a speed is above 0")
-        if self.processes is not None and self.processes < 1:
             raise ValueError(
-                f"processes is {self.processes}, but somebody has to compute: at least 1"
+                f"server_examples_per_second is {speed}, but it has to be greater than 0"
             )
+        if self.processes is not None and self.processes < 1:
+            raise ValueError(f"processes is {self.processes}, but it has to be at least 1")
 
     @property
     def bytes_each(self) -> int | None:

@@ -164,7 +164,7 @@ class Lognormal(Devices):
 
     def __post_init__(self) -> None:
         if not 0 <= self.sigma <= 10:
-            raise ValueError(f"lognormal: sigma is between 0 and 10, not {self.sigma}")
+            raise ValueError(f"lognormal: sigma has to be between 0 and 10, not {self.sigma}")
         _check_speeds(self.name, self.examples_per_second, self.down_mbit, self.up_mbit)
 
     def of(self, client: int, seed: int) -> Device:
@@ -194,10 +194,10 @@ class DevicesFile(Devices):
         found: dict[str, Device] = {}
         for line, client, values in read_table(self.path, _COLUMNS):
             if client in found:
-                raise DataError(f"{self.path}, line {line}: the client {client!r} is there twice")
+                raise DataError(f"{self.path}, line {line}: the client {client!r} occurs twice")
             if not all(value > 0 for value in values):
                 raise DataError(
-                    f"{self.path}, line {line}: speeds are positive numbers, not {values}"
+                    f"{self.path}, line {line}: speeds have to be positive numbers, not {values}"
                 )
             found[client] = _device(*values)
         # The class is frozen, and the devices are no field: they are read from the file that `path`
@@ -229,11 +229,11 @@ def _device(examples_per_second: float, down_mbit: float, up_mbit: float) -> Dev
 
 def _check_factor(name: str, factor: float) -> None:
     if not (factor >= 1 and math.isfinite(factor)):
-        raise ValueError(f"{name}: what is slow is so by a factor of at least 1, not {factor}")
+        raise ValueError(f"{name}: the factor has to be at least 1, not {factor}")
 
 
 def _check_speeds(name: str, *speeds: float) -> None:
     if not all(speed > 0 for speed in speeds):
         raise ValueError(
-            f"{name}: examples a second and megabits a second are positive, not {speeds}"
+            f"{name}: examples per second and megabits per second have to be positive, not {speeds}"
         )

@@ -54,7 +54,7 @@ class Joules(Energy):
     def __post_init__(self) -> None:
         values = (self.per_operation, self.per_byte_down, self.per_byte_up)
         if not all(value >= 0 and math.isfinite(value) for value in values):
-            raise ValueError(f"joules: energies are numbers of at least 0, not {values}")
+            raise ValueError(f"joules: energies have to be 0 or more, not {values}")
 
     def joules(self, operations: float, down: float, up: float) -> float | None:
         return operations * self.per_operation + down * self.per_byte_down + up * self.per_byte_up

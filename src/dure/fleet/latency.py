@@ -53,9 +53,11 @@ def latency(
         ValueError: a time or size is below 0 or infinite, or a link has no speed.
     """
     if not all(0 <= one < math.inf for one in (device_seconds, server_seconds, delay, *call)):
-        raise ValueError("seconds and bytes of a prediction are numbers of at least 0")
+        raise ValueError("seconds and bytes of a prediction have to be 0 or more")
     if not (up_mbit > 0 and down_mbit > 0):
-        raise ValueError(f"a link has a speed above 0, not {up_mbit} up and {down_mbit} down")
+        raise ValueError(
+            f"the speeds of a link have to be greater than 0, not {up_mbit} up and {down_mbit} down"
+        )
     sent = call.example_bytes / (up_mbit * BYTES_PER_MBIT)
     told = call.answer_bytes / (down_mbit * BYTES_PER_MBIT)
     return Latency(device_seconds, 2 * delay + sent + server_seconds + told)

@@ -67,11 +67,9 @@ def attacker_count(clients: int, attackers: float) -> int:
     if 0 <= attackers < 1:
         return round(attackers * clients)
     if attackers != attackers or attackers < 0 or attackers % 1:
-        raise ValueError(
-            f"attackers are a whole number of clients, or a share in [0, 1), not {attackers}"
-        )
+        raise ValueError(f"attackers has to be an integer, or a share in [0, 1), not {attackers}")
     if attackers > clients:
-        raise ValueError(f"{attackers:.0f} attackers are more than the {clients} clients")
+        raise ValueError(f"the run has {attackers:.0f} attackers, but only {clients} clients")
     return int(attackers)
 
 

@@ -28,15 +28,16 @@ def check_forward_keeps_weights(model: nn.Module, workers: int | None) -> None:
         # The first forward pass would create the parameter; until then nothing can be sent.
         if is_lazy(parameter):
             raise ValueError(
-                f"{name} is lazy, and each replica would initialise its own in the first forward "
-                f"pass: give the layer its sizes, or compute an example in the model function"
+                f"{name} is lazy, so each replica would initialise it differently in the first "
+                "forward pass: give the layer its sizes, or compute an example in the model "
+                "function"
             )
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
-                f"{name or 'the model'} has max_norm, so that forward passes change its weight, "
-                f"and replicas that see other examples would go apart: normalise in the model's "
-                f"forward, or take single-worker"
+                f"{name or 'the model'} has max_norm, so forward passes change its weight, and "
+                "replicas with different examples would diverge: normalise in the model's "
+                "forward, or use single-worker"
             )
 
 

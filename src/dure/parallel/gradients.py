@@ -83,8 +83,8 @@ def as_dense(gradient: Tensor) -> Tensor:
     """
     if gradient.requires_grad:
         raise RuntimeError(
-            "backward(create_graph=True) asks for gradients of gradients, which an all-reduce does "
-            "not have; take the inner derivative by torch.autograd.grad, and call backward once, "
-            "without create_graph"
+            "backward(create_graph=True) requires gradients of gradients, which an all-reduce "
+            "does not support; compute the inner derivative with torch.autograd.grad, and call "
+            "backward once, without create_graph"
         )
     return (gradient.to_dense() if gradient.is_sparse else gradient).resolve_conj().resolve_neg()

@@ -55,10 +55,7 @@ def check_offload(
     """
     if not wanted:
         if folder is not None:
-            raise ValueError(
-                f"nothing is offloaded, so that offload_folder {folder} stays empty: say what in "
-                f"offload"
-            )
+            raise ValueError(f"offload_folder is {folder}, but nothing is offloaded: set offload")
         return
     wanted.check(able, who, why)
     if device is not None and device.type != "cpu":

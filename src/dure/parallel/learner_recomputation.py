@@ -79,16 +79,16 @@ def check_recompute(
     if private:
         field = "recompute" if recompute else "memory"
         raise ValueError(
-            f"{who} with dp-sgd does nothing with {field}, for it computes gradients in a way of "
-            f"its own: leave one of them out"
+            f"{who} with dp-sgd cannot use {field}, because it computes gradients differently: "
+            "leave one of the two out"
         )
     if recompute and memory is not None:
         raise ValueError(
-            f"recompute {recompute} says what is computed again, and memory {memory} lets dure "
-            f"choose it: give one of them"
+            f"recompute {recompute} sets what is recomputed, but memory {memory} lets dure "
+            "choose: give one of the two"
         )
     if memory is not None and read_bytes(memory) < 1:
-        raise ValueError(f"memory is {memory}, but a step takes some")
+        raise ValueError(f"memory is {memory}, but it has to be greater than 0")
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ def _chosen_by(
     if choice is None:
         least = max(chooser.least().peak + besides, held.total)
         raise ValueError(
-            f"memory {asked.memory}: a step takes {_size(least)} at least, whatever is computed "
-            f"again (weights {_size(held.weights)}, gradients {_size(held.gradients)}, optimizer's "
+            f"memory {asked.memory}: a step needs at least {_size(least)} with any recomputation "
+            f"(weights {_size(held.weights)}, gradients {_size(held.gradients)}, optimizer's "
             f"state {_size(held.state)}, the rest activations or the update)"
         )
     return RecomputePlan(choice, held, budget)
@@ -205,7 +205,7 @@ def prove_recompute(asked: RecomputeRequest, task: Task, model: nn.Module) -> Pr
     if names:
         _Trial(task, model, examples_for(task)[0]).prove(names)
     modules = f"{len(names)} module{'' if len(names) == 1 else 's'}"
-    what = f"{modules} computed again: the same gradients and buffers"
+    what = f"{modules} recomputed: gradients and buffers are the same"
     return Proof(what, time.perf_counter() - started)
 
 
@@ -231,8 +231,8 @@ class _Trial:
             kept = next((each for each in left if _lies_in(each, name)), None)
             if kept is not None:
                 raise ValueError(
-                    f"recompute: each forward pass of {name} changes {kept}, which would be done "
-                    f"twice: keep it in a buffer, or leave the module out"
+                    f"recompute: each forward pass of {name} changes {kept}, which would happen "
+                    "twice: keep it in a buffer, or leave the module out"
                 )
         twin = self._twin()
         recompute_modules(twin, names)
@@ -240,9 +240,9 @@ class _Trial:
         for what, digest in right.items():
             if tried[what] != digest:
                 raise ValueError(
-                    f"recompute: {what} is another when modules are computed again, which "
-                    f"depend on more than inputs, buffers and torch's random numbers: leave out "
-                    f"those that do"
+                    f"recompute: {what} changes when modules are recomputed, because they depend "
+                    "on more than inputs, buffers and torch's random numbers: leave such modules "
+                    "out"
                 )
 
     def _plain(self) -> tuple[Mapping[str, bytes], list[str]]:

@@ -59,8 +59,8 @@ def check_element_wise(optimizer: Optimizer) -> None:
     if problem is not None:
         raise ValueError(
             f"{type(optimizer).__name__} cannot be divided element by element: {problem}; use an "
-            f"optimizer that treats every element for itself, such as SGD or AdamW, or data "
-            f"parallel, where every rank has whole tensors"
+            "optimizer that updates every element independently, such as SGD or AdamW, or data "
+            "parallel, where every rank has whole tensors"
         )
 
 
@@ -74,8 +74,8 @@ def check_parameter_wise(optimizer: Optimizer) -> None:
     if problem is not None:
         raise ValueError(
             f"{type(optimizer).__name__} cannot be divided over stages: {problem}; use an "
-            f"optimizer that treats every parameter for itself, such as SGD or AdamW, or data "
-            f"parallel, where every rank has all of them"
+            "optimizer that updates every parameter independently, such as SGD or AdamW, or data "
+            "parallel, where every rank has all of them"
         )
 
 
@@ -92,8 +92,8 @@ def check_steps_apart(optimizer: Any) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
-            f"the state of {name} cannot be offloaded: it is no torch.optim.Optimizer, so that "
-            f"nobody knows where its state lies"
+            f"the state of {name} cannot be offloaded: it is not a torch.optim.Optimizer, so dure "
+            "does not know where its state is"
         )
     try:
         check_parameter_wise(optimizer)
@@ -135,7 +135,7 @@ def _problem(
         return f"trying it out failed ({described(error)})"
     if torch.equal(_joined(whole), _joined(pieces)):
         return None
-    return f"it updates {what} otherwise than together"
+    return f"it updates {what} differently than all together"
 
 
 def _joined(parts: Sequence[nn.Parameter]) -> Tensor:

@@ -58,10 +58,10 @@ class ReplicaCheck:
             apart = [rank for rank, sums in enumerate(here) if _differ(sums, here[0], allowed)]
             if apart:
                 raise ValueError(
-                    f"the parameter {name} is another on rank {', '.join(map(str, apart))} than on "
-                    f"rank 0: forward passes change it by the examples that they see, or one rank "
-                    f"changed it alone. Initialise from data, or change weights, before training "
-                    f"and on all ranks alike, or take single-worker"
+                    f"the parameter {name} differs between rank {', '.join(map(str, apart))} and "
+                    "rank 0: forward passes change it depending on their examples, or one rank "
+                    "changed it alone. Initialise from data or change weights before training "
+                    "and equally on all ranks, or use single-worker"
                 )
 
 
@@ -92,7 +92,7 @@ class MutationGuard:
             if before != now:
                 raise ValueError(
                     f"forward passes change the parameter {name}, which all workers of this "
-                    f"process use in one memory: take Processes, or single-worker"
+                    "process share in memory: use Processes or single-worker"
                 )
 
     def _now(self) -> list[object]:

@@ -30,7 +30,7 @@ class DownpourAdagrad(Optimizer):
         self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]], lr: float = 0.1
     ) -> None:
         if not 0 < lr < math.inf:
-            raise ValueError(f"gamma is {lr}, but a rate is a number above zero")
+            raise ValueError(f"gamma is {lr}, but it has to be greater than 0")
         super().__init__(params, {"lr": lr})  # type: ignore[arg-type]
 
     @torch.no_grad()

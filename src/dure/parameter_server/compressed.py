@@ -105,8 +105,8 @@ class PushCoding:
         codec = self.codec(keys)
         if message.dtype != torch.uint8 or message.shape != (codec.nbytes,):
             raise ValueError(
-                f"a push to the keys {keys.start} to {keys.stop - 1} has {codec.nbytes} bytes of "
-                f"{self.compression}, and not {message.dtype} of shape {tuple(message.shape)}"
+                f"a push to the keys {keys.start} to {keys.stop - 1} has to have {codec.nbytes} "
+                f"bytes of {self.compression}, not {message.dtype} of shape {tuple(message.shape)}"
             )
         codec.check(message)
 
@@ -202,7 +202,7 @@ class PushCompressor:
         assert self._feedback is not None
         if error.shape != self._feedback.error.shape:
             raise ValueError(
-                f"an error of {len(error)} keys is none of a shard that has {self.keys}"
+                f"a compression error has {len(error)} keys, but the shard has {self.keys}"
             )
         self._feedback.error.copy_(error)
 

@@ -166,19 +166,21 @@ class Downpour(Strategy):
             "microbatches",
         ):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but it is 1 at least")
+                raise ValueError(f"{name} is {getattr(self, name)}, but it has to be 1 or more")
         if self.warm_start < 0:
-            raise ValueError(f"warm_start is {self.warm_start}, but it is a number of steps")
+            raise ValueError(
+                f"warm_start is {self.warm_start}, but it has to be a number of steps, 0 or more"
+            )
         for name in ("gamma", "alpha"):
             rate = getattr(self, name)
             if rate is not None and not rate > 0:
-                raise ValueError(f"{name} is {rate}, but a rate is above zero")
+                raise ValueError(f"{name} is {rate}, but it has to be greater than 0")
         if self.period is not None and self.period < 1:
-            raise ValueError(f"period is {self.period}, but replicas meet after at least one step")
+            raise ValueError(f"period is {self.period}, but it has to be 1 or more")
         if self.copies not in (0, 1) or (self.copies and self.servers < 2):
             raise ValueError(
-                f"copies is {self.copies} with servers={self.servers}, but a server has no copy, "
-                f"or one at another server"
+                f"copies is {self.copies} with servers={self.servers}, but it has to be 0, or 1 "
+                "with at least two servers"
             )
         check_compression(self.compression)
         check_accumulate(self.accumulate)
@@ -191,8 +193,8 @@ class Downpour(Strategy):
         self.partition.divide(self.replicas, task.train)
         if workers is not None and workers != self.ranks:
             raise ValueError(
-                f"servers={self.servers} and {self.replicas} replicas of {self.partitions} are "
-                f"{self.ranks} ranks with the one that leads, but the world has {workers}"
+                f"servers={self.servers} and {self.replicas} replicas of {self.partitions} need "
+                f"{self.ranks} ranks including the leader, but the world has {workers}"
             )
 
     def check_in(self, world: World) -> None:

@@ -177,13 +177,13 @@ def adagrad(recipe: OptimizerRecipe, gamma: float) -> OptimizerRecipe:
     for name in ("weight_decay", "maximize"):
         if any(group.get(name) for group in recipe.groups):
             raise ValueError(
-                f"gamma puts Adagrad in the place of the task's {recipe.kind.__name__}, and its "
-                f"{name} would be lost: leave out {name}, or gamma"
+                f"gamma replaces the task's {recipe.kind.__name__} by Adagrad, so its {name} "
+                f"would be ignored: leave out {name}, or gamma"
             )
     if len({group["lr"] for group in recipe.groups}) > 1:
         raise ValueError(
-            "gamma is one rate for all, and the task's optimizer has several: leave out gamma, or "
-            "give all groups one lr"
+            "gamma is one learning rate for all parameters, but the task's optimizer has "
+            "several: leave out gamma, or give all groups one lr"
         )
     groups = [{"lr": gamma} for _ in recipe.groups]
     return replace(recipe, kind=DownpourAdagrad, groups=groups, arguments={})

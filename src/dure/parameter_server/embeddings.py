@@ -69,8 +69,8 @@ def check_no_tables(model: nn.Module) -> None:
     name = next(iter(embeddings_of(model)), None)
     if name is not None:
         raise ValueError(
-            f"{name} is a sparse embedding, for which this system has no tables: take "
-            f"sparse=False, or ParameterServer"
+            f"{name} is a sparse embedding, which this system does not support: use sparse=False, "
+            "or ParameterServer"
         )
 
 
@@ -84,7 +84,7 @@ def check_tables(task: Task, model: nn.Module) -> None:
         also = [other for other in names.get(id(module.weight), ()) if other != name]
         reason = _refusal(module, also)
         if reason is not None:
-            raise ValueError(f"{name} {reason}: leave that out, or take sparse=False")
+            raise ValueError(f"{name} {reason}: leave that out, or use sparse=False")
 
 
 def _refusal(module: Embedding, also: Sequence[str]) -> str | None:
@@ -93,12 +93,12 @@ def _refusal(module: Embedding, also: Sequence[str]) -> str | None:
         if getattr(module, field):
             return f"has {field}={getattr(module, field)}, which a table cannot have"
     if also:
-        return f"is {also[0]} as well, so more than the rows of a batch is read of it"
+        return f"is also {also[0]}, so more than the rows of a batch are read"
     own = type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward)
     if not own or "forward" in vars(module):
-        return f"belongs to a {type(module).__name__} with a forward of its own"
+        return f"belongs to a {type(module).__name__} with its own forward"
     if module._forward_hooks or module._forward_pre_hooks:
-        return "belongs to an embedding with hooks, which would see other ids"
+        return "belongs to an embedding with hooks, which would receive other ids"
     if "weight" not in module._parameters:
         return "is computed from other parameters"
     if module.weight.device.type not in ("cpu", "meta"):
@@ -121,7 +121,9 @@ def rules_of(task: Task, model: nn.Module) -> list[RowRule]:
     rules = []
     for name, module in found.items():
         if id(module.weight) not in groups:
-            raise ValueError(f"the optimizer does not have {name}: freeze it, or hand it over")
+            raise ValueError(
+                f"the optimizer does not have {name}: freeze it, or pass it to the optimizer"
+            )
         # As in torch, the first state depends on the optimizer's defaults, not on the group.
         settings = dict(groups[id(module.weight)])
         for setting in FIRST_STATE & optimizer.defaults.keys():
@@ -458,7 +460,7 @@ class _Reader:
         """Check that the table has these ids; raises IndexError as torch does."""
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.table.rows):
             raise IndexError(
-                f"{self.table.name} has {self.table.rows} rows, and is asked for those from "
+                f"{self.table.name} has {self.table.rows} rows, but was asked for those from "
                 f"{int(ids.min())} to {int(ids.max())}"
             )
 
@@ -485,9 +487,9 @@ class _Reader:
             there |= is_padding
         if not bool(there.all()):
             raise ValueError(
-                f"{self.table.name} is asked for row {int(wanted[~there][0])}, which was not known "
-                f"before the weights were: the ids of a sparse embedding have to follow from the "
-                f"batch alone (take sparse=False where they depend on weights)"
+                f"{self.table.name} was asked for row {int(wanted[~there][0])}, which was not "
+                "known from the batch: the ids of a sparse embedding must depend on the batch "
+                "alone (use sparse=False if they depend on weights)"
             )
         return places.to(ids.dtype)
 

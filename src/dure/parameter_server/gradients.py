@@ -311,6 +311,6 @@ def write_gradients(parameters: Sequence[nn.Parameter], room: Tensor) -> None:
 def no_gradient(name: str) -> str:
     """Return the error message for a parameter without a gradient."""
     return (
-        f"{name} has no gradient, and the optimizer at the servers would move it all the same: "
-        f"freeze it, or take SGD without momentum and weight decay"
+        f"{name} has no gradient, but the optimizer at the servers would change it anyway: freeze "
+        "it, or use SGD without momentum and weight decay"
     )

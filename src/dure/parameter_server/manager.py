@@ -58,9 +58,9 @@ def first_layout(
     Raises ValueError for copies that the servers cannot have.
     """
     if replicas not in (0, 1):
-        raise ValueError(f"replicas is {replicas}, but a shard has no copy, or one")
+        raise ValueError(f"replicas is {replicas}, but it has to be 0 or 1")
     if replicas and servers < 2:
-        raise ValueError("a copy of a shard needs a second server: take servers=2, or replicas=0")
+        raise ValueError("a copy of a shard needs a second server: set servers=2, or replicas=0")
     placed = (ShardLocation(owner, (owner + 1) % servers if replicas else None) for owner in owners)
     return ShardLayout(0, tuple(placed), tuple(WorkerMembers.of(workers) for workers in groups))
 

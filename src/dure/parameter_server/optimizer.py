@@ -77,8 +77,8 @@ class OptimizerRecipe:
         if kind not in ELEMENTWISE:
             names = ", ".join(one.__name__ for one in ELEMENTWISE)
             raise ValueError(
-                f"{kind.__name__} is not known to treat every element for itself, so servers "
-                f"cannot divide it: choose {names}"
+                f"dure does not know whether {kind.__name__} updates every element independently, "
+                f"so servers cannot divide it: choose {names}"
             )
         number_of: dict[int, int] = {}
         groups: list[Mapping[str, Any]] = []
@@ -141,8 +141,7 @@ def check_new(optimizer: Optimizer) -> None:
         )
     if not all(_is_first(optimizer, group) for group in optimizer.param_groups):
         raise ValueError(
-            f"{kind} has made steps, or was given a state, and servers begin without what it "
-            f"remembers: hand over a new one"
+            f"{kind} has made steps or loaded a state, but servers start without it: give a new one"
         )
 
 
@@ -226,8 +225,8 @@ class ShardOptimizer:
         for span in self.spans:
             if span.start < start < span.stop or span.start < stop < span.stop:
                 raise ValueError(
-                    f"the keys {start} to {stop - 1} end within the keys {span.start} to "
-                    f"{span.stop - 1}, which the optimizer has as one piece"
+                    f"the keys {start} to {stop - 1} end inside the keys {span.start} to "
+                    f"{span.stop - 1}, which the optimizer keeps in one piece"
                 )
 
     @torch.no_grad()

@@ -41,7 +41,7 @@ TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "precision", "compile", "
 """Optional parts of a task that workers of parameter servers support."""
 
 CANNOT: Mapping[Part, str] = {
-    "ema": "the weights lie with the servers, and after a push nobody has them all"
+    "ema": "the servers hold the weights, and no process has all of them after a push"
 }
 
 
@@ -265,8 +265,9 @@ def check_compression(compression: Compression) -> None:
         compression.codec(CompressionBucket([torch.empty(1)]))
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"compression is {compression}, which encodes no push of a single worker, since only "
-            f"ranks together can make its messages: take another, such as top-k:0.01, or none"
+            f"compression is {compression}, which cannot encode a push of a single worker, "
+            "because all ranks compute its messages together: use another, such as top-k:0.01, "
+            "or none"
         ) from error
 
 
@@ -278,8 +279,8 @@ def check_compressed(plan: ParameterServerPlan, model: nn.Module) -> None:
     name = next(iter(embeddings_of(model)), None)
     if name is not None:
         raise ValueError(
-            f"compression is {plan.compression}, but {name} is sparse, and the rows that are "
-            f"pushed of it are not compressed: leave out compression, or take sparse=False"
+            f"compression is {plan.compression}, but {name} is sparse, and pushed rows cannot be "
+            "compressed: leave out compression, or use sparse=False"
         )
     for keys in plan.shards(model):
         coding.codec(keys)
@@ -293,7 +294,7 @@ def check_tables_whole(model: nn.Module, accumulate: int) -> None:
     if accumulate > 1 and embeddings_of(model):
         raise ValueError(
             f"accumulate is {accumulate}, but {next(iter(embeddings_of(model)))} is sparse, and a "
-            f"worker asks for the rows of its whole part at once: take accumulate=1"
+            "worker pulls the rows of its whole part at once: use accumulate=1"
         )
 
 
@@ -304,8 +305,8 @@ def check_unfreeze(task: Task, skips: bool) -> None:
     """
     if task.unfreeze is not None and not skips:
         raise ValueError(
-            "unfreeze: the optimizer at the servers moves parameters that have no gradient as "
-            "well: take SGD without momentum and weight decay"
+            "unfreeze: the optimizer at the servers also changes parameters without a gradient: "
+            "use SGD without momentum and weight decay"
         )
 
 
@@ -327,18 +328,19 @@ def check_sparse(task: Task, model: nn.Module) -> None:
     if task.compile and embeddings_of(model):
         raise ValueError(
             f"{next(iter(embeddings_of(model)))} is sparse, and a worker computes with the rows "
-            f"that it was sent, which a compiled model does not see: leave compile out, or take "
-            f"sparse=False"
+            "that it received, which a compiled model cannot use: leave compile out, or use "
+            "sparse=False"
         )
     for name in trained_from(task, embeddings_of(model)):
         raise ValueError(
             f"unfreeze names {name}, which is sparse, and servers train its rows from the start: "
-            f"leave it out of unfreeze, or take sparse=False"
+            "leave it out of unfreeze, or use sparse=False"
         )
     if task.clip_norm is not None and embeddings_of(model):
         raise ValueError(
-            f"clip_norm is {task.clip_norm}, but {next(iter(embeddings_of(model)))} is sparse, and "
-            f"torch takes no norms of sparse gradients: leave it out, or take sparse=False"
+            f"clip_norm is {task.clip_norm}, but {next(iter(embeddings_of(model)))} is sparse, "
+            "and torch cannot compute norms of sparse gradients: leave it out, or use "
+            "sparse=False"
         )
 
 
@@ -350,7 +352,7 @@ def _check_memory(model: nn.Module) -> None:
     if available is not None and needed > available:
         raise ValueError(
             f"{', '.join(names)} have {needed / 2**30:.1f} GiB, and this machine has "
-            f"{available / 2**30:.1f} GiB, but rank 0 writes the model as a whole: take fewer rows"
+            f"{available / 2**30:.1f} GiB, but rank 0 writes the whole model: use fewer rows"
         )
 
 
@@ -358,11 +360,13 @@ def check_model(model: nn.Module) -> None:
     """Check that the model's weights can form vectors of keys; raises ValueError if not."""
     trained = trainable_parameters(model)
     if not trained:
-        raise ValueError("the model has no parameter that is trained: servers would hold nothing")
+        raise ValueError(
+            "the model has no parameter that is trained: servers would have nothing to hold"
+        )
     # Tables may be on the meta device: servers create their rows.
     device = next((p.device for p in dense_of(model) if p.device.type != "cpu"), None)
     if device is not None:
-        raise ValueError(f"the model is on {device}, and servers hold weights in the CPU's memory")
+        raise ValueError(f"the model is on {device}, but servers hold weights in CPU memory")
     if any(parameter.is_complex() for parameter in trained):
         raise ValueError("the model has complex parameters, which servers cannot hold")
     check_no_shared_memory(model)
@@ -372,8 +376,8 @@ def check_world(world: World) -> None:
     """Check that the world has ranks; raises ValueError for clients over a network."""
     if world.serves:
         raise ValueError(
-            "a parameter server's workers are ranks, or simulated: clients over a network have "
-            "federated systems, such as FedAvg"
+            "a parameter server's workers have to be ranks or simulated: for clients over a "
+            "network use a federated system, such as FedAvg"
         )
 
 
@@ -396,12 +400,12 @@ def check_under(conditions: Conditions) -> None:
     ideal = Conditions()
     if conditions.server_examples_per_second != ideal.server_examples_per_second:
         raise ValueError(
-            "server_examples_per_second is of the server of split learning, which has a part of "
-            "the model: leave it out"
+            "server_examples_per_second applies only to the server of split learning, which "
+            "computes a part of the model: leave it out"
         )
     for name in WITHOUT:
         if getattr(conditions, name) != getattr(ideal, name):
             raise ValueError(
-                f"{name.replace('_', ' ')} is about clients, and a parameter server has workers: "
-                f"leave it out"
+                f"{name.replace('_', ' ')} applies to clients, but a parameter server has "
+                "workers: leave it out"
             )

@@ -142,14 +142,15 @@ class Shard:
         self._check(push.start, push.stop)
         if self.terms.clip_norm is not None and len(self._keys_of(push)) < len(self.keys):
             raise ValueError(
-                f"a push to shard {self.number} is about a part of its keys, of which no step can "
-                f"be clipped"
+                f"a push to shard {self.number} covers a part of its keys, but clipping needs all "
+                "of them"
             )
         self.optimizer.check_range(push.start, push.stop)
         coding = self.terms.coding
         if (push.encoded is None) != (coding is None):
             raise ValueError(
-                f"a push to shard {self.number} is compressed, or the shard's run is, and not both"
+                f"a push to shard {self.number} does not use the same compression as the run of "
+                "the shard"
             )
         if coding is not None:
             coding.check(self._keys_of(push), push.gradient)
@@ -401,7 +402,7 @@ class Shard:
     def _check(self, start: int, stop: int) -> None:
         if not self.keys.start <= start < stop <= self.keys.stop:
             raise ValueError(
-                f"the keys {start} to {stop - 1} are not those of shard {self.number}, which has "
+                f"the keys {start} to {stop - 1} do not belong to shard {self.number}, which has "
                 f"{self.keys.start} to {self.keys.stop - 1}"
             )
 

@@ -316,4 +316,4 @@ class SimulatedParameterServer(Learner):
 
 
 def _nobody(owed: ReassignedWork, layout: ShardLayout) -> WorkerProtocol:
-    raise AssertionError("no worker dies under the virtual clock of a run")
+    raise AssertionError("a worker cannot fail under the virtual clock of a run")

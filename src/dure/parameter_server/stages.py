@@ -57,8 +57,8 @@ class ReplicaPipeline:
         if buffers:
             raise ValueError(
                 f"partitions is {self.partitions}, but the model has buffers, such as "
-                f"{buffers[0]}, which no server holds and each stage might change: take "
-                f"partitions=1"
+                f"{buffers[0]}, which servers do not hold and each stage might change: use "
+                "partitions=1"
             )
         cut = self.parallel.checked(task, model)
         assert isinstance(cut, CutModel)
@@ -91,8 +91,8 @@ def runs_of(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> tuple[Sta
             stages = holders.get(name, [0])
             if len(stages) > 1:
                 raise ValueError(
-                    f"{name} is used by stages {', '.join(map(str, stages))} of a replica, and is "
-                    f"pushed by one: take fewer partitions"
+                    f"{name} is used by stages {', '.join(map(str, stages))} of a replica, but "
+                    "one stage pushes it: use fewer partitions"
                 )
             keys = KeyRange(vector, start, start + parameter.numel())
             start = keys.stop

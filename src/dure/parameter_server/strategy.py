@@ -144,11 +144,10 @@ class ParameterServer(Strategy):
     def check(self, task: Task, workers: int | None) -> None:
         for name in ("servers", "workers", "groups"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but there is at least one")
+                raise ValueError(f"{name} is {getattr(self, name)}, but it has to be 1 or more")
         if self.staleness is not None and self.staleness < 0:
             raise ValueError(
-                f"staleness is {self.staleness}, but nobody is ahead by less than 0 steps (None: "
-                f"any number)"
+                f"staleness is {self.staleness}, but it has to be 0 or more (None: unlimited)"
             )
         if self.workers % self.groups:
             raise ValueError(
@@ -156,20 +155,22 @@ class ParameterServer(Strategy):
             )
         if self.replicas not in (0, 1) or (self.replicas and self.servers < 2):
             raise ValueError(
-                f"replicas is {self.replicas} with servers={self.servers}, but a server has no "
-                f"copy, or one at another server"
+                f"replicas is {self.replicas} with servers={self.servers}, but it has to be 0, or "
+                "1 with at least two servers"
             )
         if self.period is not None and self.period < 1:
-            raise ValueError(f"period is {self.period}, but workers meet after at least one step")
+            raise ValueError(f"period is {self.period}, but it has to be 1 or more")
         if self.slows_stale and self.staleness == 0:
-            raise ValueError("slows_stale is about stale gradients, and with staleness=0 none is")
+            raise ValueError(
+                "slows_stale applies to stale gradients, but with staleness=0 no gradient is stale"
+            )
         check_compression(self.compression)
         check_accumulate(self.accumulate)
         check_joint_batch(self.batch_size, len(task.train), self.workers // self.groups)
         if workers is not None and workers != self.ranks:
             raise ValueError(
-                f"servers={self.servers} and workers={self.workers} are {self.ranks} ranks with "
-                f"the one that leads, but the world has {workers}"
+                f"servers={self.servers} and workers={self.workers} need {self.ranks} ranks "
+                f"including the leader, but the world has {workers}"
             )
 
     def check_in(self, world: World) -> None:

@@ -44,8 +44,9 @@ class TableShard(Shard):
         self._check(push.start, self.keys.stop)
         if push.rows is None or push.gradient.shape != (len(push.rows), self.table.table.dim):
             raise ValueError(
-                f"a push to shard {self.number} has rows of the table {self.table.table.name}, and "
-                f"a gradient of {self.table.table.dim} elements for each"
+                f"a push to shard {self.number} has to have rows of the table "
+                f"{self.table.table.name} and a gradient of {self.table.table.dim} elements for "
+                "each"
             )
         self.table.check(push.rows)
 

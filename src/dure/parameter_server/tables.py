@@ -151,8 +151,8 @@ def rule_of(kind: type[Optimizer], settings: Mapping[str, Any], name: str) -> Ro
     for key in ("momentum", "weight_decay", "amsgrad", "maximize"):
         if settings.get(key):
             raise ValueError(
-                f"{kind.__name__} has {key}={settings[key]}, which the table {name} cannot have: "
-                f"leave it out for sparse embeddings, or take sparse=False"
+                f"{kind.__name__} has {key}={settings[key]}, which the table {name} does not "
+                "support: leave it out for sparse embeddings, or use sparse=False"
             )
     if kind is torch.optim.SGD:
         return Sgd(settings["lr"])
@@ -162,8 +162,8 @@ def rule_of(kind: type[Optimizer], settings: Mapping[str, Any], name: str) -> Ro
     if kind in (torch.optim.Adam, torch.optim.SparseAdam):
         return LazyAdam(settings["lr"], tuple(settings["betas"]), settings["eps"])
     raise ValueError(
-        f"{kind.__name__} is no optimizer of rows that are read now and then, such as those of the "
-        f"table {name}: choose SGD, Adagrad or Adam (as SparseAdam), or take sparse=False"
+        f"{kind.__name__} does not support sparse rows, such as those of the table {name}: choose "
+        "SGD, Adagrad or Adam (as SparseAdam), or use sparse=False"
     )
 
 
@@ -195,7 +195,7 @@ class TableRows:
         if stop - start > _MOST:
             raise ValueError(
                 f"the table {table.name} has {stop - start} rows at one server, which can have "
-                f"{_MOST}: take more servers"
+                f"{_MOST}: use more servers"
             )
         self.table = table
         self.start = start

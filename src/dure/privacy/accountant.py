@@ -144,14 +144,14 @@ def least_noise(wanted: float, told: Callable[[float], float]) -> float:
     told: returns the epsilon of a noise; decreasing.
     """
     if not 0 < wanted < math.inf:
-        raise ValueError(f"epsilon is {wanted}, but what may be told is above 0 and finite")
+        raise ValueError(f"epsilon is {wanted}, but it has to be greater than 0 and finite")
     high, low = 1.0, 0.5
     while (least := told(high)) > wanted:
         low, high = high, 2 * high
         if high > MOST_NOISE:
             raise ValueError(
-                f"no noise keeps all that is released within an epsilon of {wanted}: ask for less, "
-                f"or a larger epsilon"
+                f"no amount of noise keeps all releases within an epsilon of {wanted}: release "
+                "less, or give a larger epsilon"
             )
     while (most := told(low)) <= wanted and low > LEAST_NOISE:
         low, high, least = low / 2, low, most
@@ -215,15 +215,15 @@ def times_within(
 def check_epsilon(epsilon: float) -> None:
     """Raise ValueError for an epsilon that is not positive and finite."""
     if not 0 < epsilon < math.inf:
-        raise ValueError(f"epsilon is {epsilon}, but a budget is above 0 and finite")
+        raise ValueError(f"epsilon is {epsilon}, but it has to be greater than 0 and finite")
 
 
 def check_delta(delta: float) -> None:
     """Raise ValueError for a delta of 1 or more, or too small to compute with."""
     if not SMALLEST_DELTA <= delta < 1:
         raise ValueError(
-            f"delta is {delta}, but the probability that the bound fails is from "
-            f"{SMALLEST_DELTA:g} to below 1; well below 1 / (number of units), such as 1e-5"
+            f"delta is {delta}, but it has to be from {SMALLEST_DELTA:g} to below 1, and should "
+            "be well below 1 / (number of units), such as 1e-5"
         )
 
 
@@ -256,11 +256,11 @@ def _gathered(
 
 def _check(rate: float, noise: float, times: int) -> None:
     if not 0 <= rate <= 1:
-        raise ValueError(f"the sampling rate is {rate}, but a probability is in [0, 1]")
+        raise ValueError(f"the sampling rate is {rate}, but it has to be in [0, 1]")
     if not noise >= 0:
-        raise ValueError(f"noise is {noise}, but a deviation is 0 or more")
+        raise ValueError(f"noise is {noise}, but it has to be 0 or more")
     if times < 0:
-        raise ValueError(f"{times} releases: there are 0 or more")
+        raise ValueError(f"the number of releases is {times}, but it has to be 0 or more")
 
 
 def _of_gaussian(noise: float, delta: float) -> float:

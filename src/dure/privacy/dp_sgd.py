@@ -31,15 +31,13 @@ class DPSGD(Protection):
 
     def __post_init__(self) -> None:
         if not self.clip > 0:
-            raise ValueError(f"dp-sgd: clip is {self.clip}, but a largest norm is above 0")
+            raise ValueError(f"dp-sgd: clip is {self.clip}, but it has to be greater than 0")
         if not 0 <= self.noise < math.inf:
-            raise ValueError(f"dp-sgd: noise is {self.noise}, but a deviation is 0 or more")
+            raise ValueError(f"dp-sgd: noise is {self.noise}, but it has to be 0 or more")
         if self.noise and math.isinf(self.clip):
-            raise ValueError("dp-sgd: no noise hides what no clip bounds: give a finite clip")
+            raise ValueError("dp-sgd: noise needs a finite clip: give one")
         if self.draws not in get_args(Draws):
-            raise ValueError(
-                f"dp-sgd: draws is {self.draws!r}, but noise comes from the system or the seed"
-            )
+            raise ValueError(f"dp-sgd: draws is {self.draws!r}, but it has to be system or seed")
 
 
 def parse_dp_sgd(text: str) -> DPSGD:

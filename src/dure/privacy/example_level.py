@@ -90,9 +90,7 @@ def steps_within(stop: Stop, examples: int, batch_size: int | None) -> int:
         # As `Stop.reached` counts; the factor removes float errors above whole numbers.
         limits.append(math.ceil(stop.epochs * examples * (1 - 1e-12) / each))
     if not limits:
-        raise ValueError(
-            "an epsilon is for a number of steps, and nothing says how many: give steps or epochs"
-        )
+        raise ValueError("an epsilon needs a number of steps: give steps or epochs")
     return min(limits)
 
 
@@ -113,7 +111,7 @@ def planned(
     """
     if settings is None:
         if budget.epsilon is not None:
-            raise ValueError("an epsilon needs privacy=dp-sgd:C, with the largest norm C")
+            raise ValueError("an epsilon needs privacy=dp-sgd:C, with the clipping norm C")
         return None
     check_installed()
     check_delta(budget.delta)
@@ -133,8 +131,8 @@ def _check_one_step(settings: DPSGD, most: float, delta: float, rate: float) -> 
     told = epsilon([Releases(rate, settings.noise)], delta)
     if told > most:
         raise ValueError(
-            f"one step alone tells an epsilon of {told:.4g}, and the budget is {most}: take more "
-            f"noise than {settings.noise}, or leave the noise out for the one that fits"
+            f"one step alone costs an epsilon of {told:.4g}, but the budget is {most}: give more "
+            f"noise than {settings.noise}, or leave the noise out to choose it automatically"
         )
 
 

@@ -83,8 +83,8 @@ class Ledger:
             if self.repeats:
                 return
             warn(
-                f"{self.unit} {number} was paid for already, and its noise is drawn anew, as of an "
-                f"older copy of the run: it is paid for again"
+                f"{self.unit} {number} is already in the ledger and its noise is drawn again, as "
+                "in an older copy of the run: its epsilon is counted again"
             )
         self._add([LedgerEntry(number, one) for one in releases])
 
@@ -149,7 +149,7 @@ class _Line(msgspec.Struct):
         """Return the charge. Raises ValueError for a line with a wrong checksum."""
         entry = LedgerEntry(self.number, Releases(self.rate, self.noise, self.times))
         if self.checksum not in (None, _sum(_said(entry))):
-            raise ValueError("its checksum is not that of its content")
+            raise ValueError("its checksum does not match its content")
         return entry
 
 
@@ -180,7 +180,7 @@ def _read(path: Path) -> list[LedgerEntry]:
             found.append(msgspec.json.decode(line, type=_Line).entry())
         except (ValueError, msgspec.DecodeError, RecursionError) as error:
             raise RunFolderError(
-                f"{path}, line {place}, is no line of a privacy ledger: what was spent is not "
-                f"known, and the run cannot go on; take the file from a backup"
+                f"{path}, line {place}, is not a line of a privacy ledger: the spent budget is "
+                "unknown, and the run cannot continue; restore the file from a backup"
             ) from error
     return found

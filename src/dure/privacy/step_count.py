@@ -58,12 +58,12 @@ class StepCount:
         try:
             written = msgspec.json.decode(contents(self._path), type=_Written)
             if written.checksum not in (None, _Written.of(written.charged).checksum):
-                raise ValueError("its checksum is not that of its content")
+                raise ValueError("its checksum does not match its content")
             return written.charged
         except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
             raise RunFolderError(
                 f"{self._path} cannot be read ({error}): it counts the noised steps of the run, "
-                f"which cannot go on without; put back a copy of it"
+                "which cannot continue without it; restore it from a copy"
             ) from error
 
     def begin(self) -> None:

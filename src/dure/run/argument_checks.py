@@ -28,12 +28,12 @@ def check_run_arguments(
     check_task(task)
     check_stop(stop)
     if not _is_whole(seed):
-        raise ValueError(f"seed is {shown(seed)}, but it has to be a whole number")
+        raise ValueError(f"seed is {shown(seed)}, but it has to be an integer")
     for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
         if every is not None and not _is_whole(every):
-            raise ValueError(f"{name} is {shown(every)}, but it has to be a whole number or None")
+            raise ValueError(f"{name} is {shown(every)}, but it has to be an integer or None")
     if label is not None and not isinstance(label, str):
-        raise ValueError(f"label is {shown(label)}, but it has to be a text or None")
+        raise ValueError(f"label is {shown(label)}, but it has to be a str or None")
 
 
 def check_task(task: Any) -> None:
@@ -42,7 +42,7 @@ def check_task(task: Any) -> None:
         return
     if isinstance(task, str):
         raise ValueError(
-            f"the task is the text {task!r}: give dure.load_task({task!r}), which loads it"
+            f"the task is the str {task!r}: give dure.load_task({task!r}), which loads it"
         )
     raise ValueError(f"the task is {shown(task)}, but it has to be a dure.Task")
 
@@ -77,9 +77,9 @@ def missing_instance_hint(thing: Any, what: str) -> str | None:
         if name not in known:
             return f"there is no {what.lower()} {thing!r}{suggestion(name, known)}"
         kind = known[name].kind
-        return f"the {what.lower()} is the text {thing!r}: give dure.{kind}(), which makes one"
+        return f"the {what.lower()} is the str {thing!r}: give dure.{kind}()"
     if isinstance(thing, type):
-        return f"{thing.__name__} is a class: give one of it, {thing.__name__}(...)"
+        return f"{thing.__name__} is a class: give an instance, {thing.__name__}(...)"
     if what == "World" and isinstance(thing, int):
         return f"the world is {thing}: give dure.Processes({thing}) or dure.Threads({thing})"
     return None

@@ -108,7 +108,7 @@ def audit(
     if promised is not None:
         content["promised"] = promised
     if canaries:
-        say("canaries: training once more", 0, 1)
+        say("canaries: training again with canaries", 0, 1)
         if delta is None:
             delta = DELTA if promised is None else promised["delta"]
         content["canaries"] = canary_epsilon(
@@ -221,14 +221,14 @@ def canary_epsilon(
 def check_canaries(task: Task, strategy: Strategy, world: World, count: int) -> None:
     """Raise ValueError if canaries cannot replace so many clients."""
     if not isinstance(strategy, Federated) or not isinstance(world, Simulated):
-        raise ValueError("canaries take the places of simulated clients, and this run has none")
+        raise ValueError("canaries replace simulated clients, and this run has none")
     clients = strategy.count(task)
     if clients is None or not 2 <= count <= clients:
         raise ValueError(
-            f"{count} canaries of {clients} clients cannot be: give 2 or more, and no more than "
-            f"there are clients"
+            f"canaries is {count}, but a run of {clients} clients can have 2 to {clients}"
         )
     if world.attackers:
         raise ValueError(
-            "the run has liars, whose places canaries would take: audit a run without them"
+            "the run has malicious clients, which canaries would replace: audit a run without "
+            "malicious clients"
         )

@@ -53,7 +53,9 @@ def backup(folder: str | Path, to: str | Path) -> Path:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RunFolderError(f"{target} is not empty: choose another folder")
     if target.resolve().is_relative_to(source.resolve()):
-        raise RunFolderError(f"{target} lies in {source}, which is copied: choose another folder")
+        raise RunFolderError(
+            f"{target} is inside {source}, the folder to copy: choose another folder"
+        )
     with disk_errors(target):
         rights = stat.S_IMODE(source.stat().st_mode)
         target.mkdir(mode=rights, parents=True, exist_ok=True)
@@ -81,7 +83,9 @@ def _copied(source: Path, target: Path) -> Path:
             _check(target)
             return target
         _empty(target)
-    raise RunFolderError(f"{source} writes checkpoints faster than it can be copied to {target}")
+    raise RunFolderError(
+        f"the run in {source} writes checkpoints faster than they can be copied to {target}"
+    )
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -158,8 +162,8 @@ def _check(copy: Path) -> None:
                 updates.check(event.ticket, said.digest)
             except DamagedUpdateError as error:
                 raise DamagedUpdateError(
-                    f"{error}: it is an update of client {event.client}, and no copy of a damaged "
-                    f"run is kept: put back an earlier copy of the file"
+                    f"{error}: the file is an update of client {event.client}; the run is "
+                    "damaged, so the copy was removed: restore the file from an earlier copy"
                 ) from error
 
 

@@ -33,4 +33,4 @@ def warn_of_bad_values(task: Task, summary: Mapping[str, Any]) -> None:
         return
     found = bad_values(task.train, task.features)
     if found is not None:
-        warnings.warn(f"the training data have bad values: {found}", stacklevel=6)
+        warnings.warn(f"the training data contain invalid values: {found}", stacklevel=6)

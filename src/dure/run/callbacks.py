@@ -38,13 +38,13 @@ Progress = Callable[[dict[str, Any]], None]
 def check_callbacks(callbacks: Any) -> None:
     """Raise ValueError if `callbacks` is no list of objects with callback methods."""
     if isinstance(callbacks, (str, bytes)) or not isinstance(callbacks, Sequence):
-        raise ValueError(f"callbacks is {shown(callbacks)}: give a list of objects")
+        raise ValueError(f"callbacks is {shown(callbacks)}: give a list of callbacks")
     for one in callbacks:
         if isinstance(one, type):
-            raise ValueError(f"{one.__name__} is a class: give one of it, {one.__name__}(...)")
+            raise ValueError(f"{one.__name__} is a class: give an instance, {one.__name__}(...)")
         if not any(callable(getattr(one, name, None)) for name in METHODS):
             raise ValueError(
-                f"{shown(one)} is no callback: it has none of the methods {', '.join(METHODS)}"
+                f"{shown(one)} is not a callback: it has none of the methods {', '.join(METHODS)}"
             )
 
 

@@ -142,9 +142,9 @@ class Checkpoints:
         except Exception as error:
             # Undamaged but of another shape: made by hand, for example, or for another model.
             raise RunFolderError(
-                f"the checkpoint of {self.job.folder} does not fit what is trained "
-                f"({described(error)}): put back a copy of it, or remove it to train "
-                f"from the start"
+                f"the checkpoint of {self.job.folder} does not match the training "
+                f"({described(error)}): restore it from a copy, or remove it to train from the "
+                "start"
             ) from error
         unsealed = float(self.folder is not None and self.folder.unsealed)
         self.doubtful = bool(self.group.all_gather_values([unsealed], "reading a checkpoint")[0][0])
@@ -156,9 +156,9 @@ class Checkpoints:
         The cause may be the checkpoint or the user's code, and cannot be determined.
         """
         return RunFolderError(
-            f"{error}. The checkpoint of {self.job.folder} that this run went on from has no "
-            f"checksums, so that it may be damaged: if the error is not your own code's, put back "
-            f"a copy of it, or remove it to train from the start"
+            f"{error}. The checkpoint of {self.job.folder} from which this run was resumed has no "
+            "checksums, so it may be damaged: if the error does not come from your own code, "
+            "restore the checkpoint from a copy, or remove it to train from the start"
         )
 
     def check_folder(self) -> None:
@@ -172,8 +172,9 @@ class Checkpoints:
         blind = [f"rank {rank}" for rank, (seen,) in enumerate(told) if not seen]
         if blind:
             raise RunFolderError(
-                f"{', '.join(blind)} does not see the run folder {path}: an elastic job needs one "
-                f"on a disk that all its machines share, for any of them may become rank 0"
+                f"{', '.join(blind)} cannot read the run folder {path}: an elastic job needs a "
+                "run folder on a disk that all its machines share, because any of them may "
+                "become rank 0"
             )
 
     def _check_ranks(self, before: int) -> None:
@@ -182,8 +183,8 @@ class Checkpoints:
         if before != now and self.learner.rank_state_differs and not self.learner.resizes:
             raise RunFolderError(
                 f"{self.job.folder} was written by {before} ranks, and {self.job.strategy.name} "
-                f"cannot go on with {now}, for each rank keeps a state of its own: start {before} "
-                f"again"
+                f"cannot be resumed with {now}, because each rank has its own state: start "
+                f"{before} ranks"
             )
 
     def _take_over(self, workers: list[Counters]) -> None:

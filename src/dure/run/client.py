@@ -75,7 +75,7 @@ class Client:
         insecure: bool = False,
     ) -> None:
         if examples < 1:
-            raise ValueError(f"examples is {examples}, but a client trains on at least one")
+            raise ValueError(f"examples is {examples}, but a client needs at least 1")
         self.examples = examples
         self.over: str | None = None
         """Reason for the end of the run, once it has ended; None before."""
@@ -171,8 +171,8 @@ def _check_protects_nothing(welcome: Welcome) -> None:
     by_clients = privacy.user is not None and privacy.user.where != "server"
     if welcome.holds or privacy.secure or privacy.example or by_clients:
         raise PolicyError(
-            f"the run asks its clients for {privacy}, and a training loop of its own would send "
-            f"bare updates: take part with dure join"
+            f"the run requires {privacy} of its clients, and a custom training loop would send "
+            "unprotected updates: use dure join"
         )
 
 
@@ -212,10 +212,12 @@ class ClientAssignment:
         with torch.no_grad():
             for name, tensor in self.tensors.items():
                 if name not in there:
-                    raise ValueError(f"the model has no {name!r}, which the server trains")
+                    raise ValueError(f"the model does not have {name!r}, which the server trains")
                 shape = list(there[name].shape)
                 if shape != list(tensor.shape):
-                    raise ValueError(f"{name} is {shape}, and {list(tensor.shape)} is wanted")
+                    raise ValueError(
+                        f"{name} has the shape {shape}, but the model needs {list(tensor.shape)}"
+                    )
                 if isinstance(there[name], Tensor):
                     there[name].copy_(tensor)
                 else:
@@ -254,15 +256,17 @@ class ClientAssignment:
         own = self._client.examples
         count = own if examples is None else examples
         if not 1 <= count <= own:
-            raise ValueError(f"examples is {count}, but this client has said that it has {own}")
+            raise ValueError(
+                f"examples is {count}, but this client has reported {own} to the server"
+            )
         processed = count if samples is None else samples
         if steps is not None and not 1 <= steps <= processed:
             raise ValueError(
-                f"steps is {steps}, and a step has at least one of the {processed} samples"
+                f"steps is {steps}, but each step needs at least one of the {processed} samples"
             )
         moved = self._moved(_named(model))
         if not math.isfinite(loss):
-            raise ValueError(f"loss is {loss}, but it is a finite number")
+            raise ValueError(f"loss is {loss}, but it has to be a finite number")
         reserve = UploadRequest(
             ticket=self._train.ticket,
             bytes=size_of(forms_of(moved)),
@@ -290,13 +294,18 @@ class ClientAssignment:
         moved = {}
         for name, before in self.tensors.items():
             if name not in there:
-                raise ValueError(f"the model has no {name!r}, which the server trains")
+                raise ValueError(f"the model does not have {name!r}, which the server trains")
             now = torch.as_tensor(there[name]).detach().to(before.dtype)
             if now.shape != before.shape:
-                raise ValueError(f"{name} is {list(now.shape)}, and {list(before.shape)} is wanted")
+                raise ValueError(
+                    f"{name} has the shape {list(now.shape)}, but the server needs "
+                    f"{list(before.shape)}"
+                )
             moved[name] = now.clone() if name in buffers else now - before
             if not moved[name].isfinite().all():
-                raise ValueError(f"{name} is not finite: the training has diverged")
+                raise ValueError(
+                    f"{name} contains values that are not finite: the training has diverged"
+                )
         return moved
 
 

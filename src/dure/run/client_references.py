@@ -36,12 +36,12 @@ class ClientReferences:
             own = _resolved(reference)
             if _lies_in(own, apart):
                 raise PolicyError(
-                    f"{reference} lies in {apart}, into which a server's files are written: move "
-                    f"it to a folder of yours"
+                    f"{reference} is in {apart}, the folder for files that a server sends: move "
+                    "it to another folder"
                 )
             other = self._given.setdefault(last_part(own), own)
             if other != own:
-                raise PolicyError(f"{other} and {own} have the same name: rename one of them")
+                raise PolicyError(f"{other} and {own} have the same name: rename one")
         found = None if task is None else task.reference
         self._task = str((found or {}).get("name") or "")
 
@@ -50,9 +50,9 @@ class ClientReferences:
         own = self._given.get(last_part(reference)) or self._in_task(reference)
         if own is None:
             raise PolicyError(
-                f"this site does not take part: the run names code, {reference[:200]!r}, and a "
-                f"site runs only its own: if you have read that code and want it here, name your "
-                f"copy of it: --rules path/to/FILE.py:NAME"
+                f"this site does not take part: the run needs the code {reference[:200]!r}, and a "
+                "site runs only its own code: if you have read that code and accept it, give "
+                "your copy of it with --rules path/to/FILE.py:NAME"
             )
         return own
 
@@ -72,7 +72,9 @@ class ClientReferences:
 def _resolved(reference: str) -> str:
     """Return the reference with an absolute path. Raises PolicyError for a malformed reference."""
     if not references.is_reference(reference):
-        raise PolicyError(f"{reference!r} is no class of your own: it is path/to/file.py:Name")
+        raise PolicyError(
+            f"{reference!r} does not name a class of yours: write path/to/file.py:Name"
+        )
     place, _, name = reference.rpartition(":")
     return f"{references.resolved(place)}:{name}"
 

@@ -85,9 +85,7 @@ class ConnectionOptions:
         Raises ValueError if `give_up` is not above 0.
         """
         if self.give_up is not None and not self.give_up > 0:
-            raise ValueError(
-                f"give_up is {self.give_up}, but a server is tried for more than 0 hours"
-            )
+            raise ValueError(f"give_up is {self.give_up}, but it has to be more than 0 hours")
         return None if self.give_up is None else 3600 * self.give_up
 
 
@@ -125,8 +123,8 @@ class ClientSite(NamedTuple):
         if self.policy.asks and not self.kept.approved(welcome.run):
             system = welcome.strategy.get("name")
             reasons.append(
-                f"run {welcome.run} ({system}, {welcome.clients} clients) is not approved: look "
-                f"at it, and join once with --approve"
+                f"run {welcome.run} ({system}, {welcome.clients} clients) is not approved by this "
+                "site: examine it, and join once with --approve"
             )
         _decline(reasons)
         secure = privacy_of(welcome).secure is not None
@@ -168,8 +166,9 @@ class ClientSite(NamedTuple):
         # Clients of a secure sum verify each other by the roster, so each needs the owner's key.
         if secure is not None and welcome.roster and not self.owner:
             reasons.append(
-                "the clients of this run know each other by a roster that its owner has signed: "
-                "ask the owner, and not the server, for its public key, and give it as --owner"
+                "the clients of this run identify each other by a roster that the owner of the "
+                "run has signed: ask the owner, not the server, for the owner's public key, and "
+                "give it with --owner"
             )
         return reasons
 
@@ -179,9 +178,9 @@ class ClientSite(NamedTuple):
         if least == 1 or welcome.smallest_cohort >= least:
             return []
         return [
-            f"policy.toml asks for at least {least} clients in a new model, and the server keeps "
-            f"to {welcome.smallest_cohort or 'no number'}: its run cannot have so many, or its "
-            f"dure is an older one"
+            f"policy.toml requires at least {least} clients in a new model, and the server "
+            f"guarantees {welcome.smallest_cohort or 'no number'}: its run cannot have that "
+            "number, or the server runs an older dure"
         ]
 
     def enter(self, welcome: Welcome) -> Mapping[int, str] | None:
@@ -217,7 +216,10 @@ class ClientSite(NamedTuple):
         if secure is not None:
             said.append(semi_honest_reason(secure, roster is not None))
             if self.kept.temporary:
-                said.append("without --state, sums that it helps with are forgotten at its end")
+                said.append(
+                    "without --state, the client loses its part of unfinished secure sums when "
+                    "it ends"
+                )
         return "; ".join(filter(None, said))
 
     def _roster(self, welcome: Welcome) -> OwnersRoster | None:
@@ -225,7 +227,7 @@ class ClientSite(NamedTuple):
         if not self.owner:
             return None
         if not welcome.roster:
-            raise RosterError("no roster", "the server has no roster, which --owner asks for")
+            raise RosterError("no roster", "the server has no roster, which --owner requires")
         roster = OwnersRoster.from_json(welcome.roster.encode())
         owners_roster.check_owner(roster, self.owner)
         owners_roster.check_date(roster)
@@ -314,8 +316,8 @@ def _check_secure(url: str, insecure: bool) -> None:
     place = server_address_of(url)
     if not (place.secure or insecure or is_loopback(place.host)):
         raise ValueError(
-            f"{url} is without TLS: on the way to {place.host} others can read the token, and "
-            f"change what is sent: take https://, or say --insecure"
+            f"{url} does not use TLS: others on the network to {place.host} can read the token "
+            "and change what is sent: use https://, or accept it with --insecure"
         )
 
 
@@ -326,11 +328,12 @@ def _owner(reach: ConnectionOptions, policy: Policy) -> str:
     except ValueError as error:
         raise ValueError(f"owner: {error}") from error
     if typed and policy.owner and not _same(typed, policy.owner):
-        raise PolicyError("policy.toml names another owner than --owner: leave one of them out")
+        raise PolicyError("policy.toml and --owner name different owners: leave one out")
     owner = typed or policy.owner
     if owner and reach.identities is not None:
         raise ValueError(
-            "the owner's roster says who the other clients are: leave --identities or --owner out"
+            "the owner's roster already identifies the other clients: leave out --identities or "
+            "--owner"
         )
     return owner
 
@@ -348,7 +351,9 @@ def privacy_of(welcome: Welcome) -> Privacy:
     try:
         return parse_privacy(str(written))
     except ValueError as error:
-        raise PolicyError(f"the run's privacy is not known here: {error}") from error
+        raise PolicyError(
+            f"the run's privacy setting is not known to this dure: {error}"
+        ) from error
 
 
 def context_for(url: str, reach: ConnectionOptions) -> ssl.SSLContext | None:

@@ -103,11 +103,11 @@ class ClientTraining:
 
     def __post_init__(self) -> None:
         if not len(self.task.train):
-            raise ValueError("the task has no training data, and a client trains on its own")
+            raise ValueError("the task has no training data, which a client needs")
         if self.task.validation is not None:
             raise ValueError(
-                "the task has a validation set, which the server of a federation measures, and no "
-                "client: leave validation out here"
+                "the task has a validation set, but only the server of a federation evaluates on "
+                "one: leave validation out of a client's task"
             )
         self.wants = self.part
         self.model: nn.Module = seeded_model(self.task, 0)
@@ -136,11 +136,11 @@ class ClientTraining:
     def begin(self, welcome: Welcome, memory: Sequence[Tensor] | None) -> None:
         strategy = decode_strategy(welcome.strategy, self.ask)
         if not isinstance(strategy, Federated):
-            raise ValueError(f"{strategy.name} is no federated system")
+            raise ValueError(f"{strategy.name} is not a federated system")
         strategy.check_settings()
         if self.part is not None and not 0 <= self.part < welcome.clients:
             last = welcome.clients - 1
-            raise ValueError(f"part is {self.part}, but clients have the numbers 0 to {last}")
+            raise ValueError(f"part is {self.part}, but client numbers are 0 to {last}")
         # A look has no number yet.
         self.client = welcome.client if welcome.client >= 0 else self.part or 0
         # The user's bound limits the server's request, and the server is sent the result.
@@ -180,8 +180,8 @@ class ClientTraining:
         least = self.policy.smallest_cohort
         if not pacing.synchronous and pacing.minimum < least:
             reasons.append(
-                f"policy.toml asks for at least {least} clients; the run makes a model of every "
-                f"{pacing.minimum} updates"
+                f"policy.toml requires at least {least} clients in a new model; the run makes one "
+                f"from every {pacing.minimum} updates"
             )
         if reasons:
             raise PolicyError(f"this site does not take part: {'; '.join(reasons)}")
@@ -246,7 +246,9 @@ class ClientTraining:
     ) -> TrainedAssignment:
         reasons = [*self._beyond()]
         if reasons:
-            raise PolicyError(f"round {train.round + 1} is not trained here: {'; '.join(reasons)}")
+            raise PolicyError(
+                f"this site does not train in round {train.round + 1}: {'; '.join(reasons)}"
+            )
 
         def look() -> None:
             if not wanted():
@@ -287,7 +289,9 @@ class ClientTraining:
         found = None if self._told_bad else bad_values(self.task.train, self.task.features)
         self._told_bad = True
         if found is not None:
-            warnings.warn(f"this site's training data have bad values: {found}", stacklevel=2)
+            warnings.warn(
+                f"this site's training data contain invalid values: {found}", stacklevel=2
+            )
 
     def _assignment(self, train: Train, tensors: Mapping[str, Tensor]) -> Assignment:
         """Return the assignment as in a simulation. Raises ValueError for another model."""
@@ -299,8 +303,8 @@ class ClientTraining:
                 name for name in {*found, *self._forms} if found.get(name) != self._forms.get(name)
             )
             raise ValueError(
-                f"the server's model is not this task's: {differs[0]!r} is missing, unknown, or of "
-                f"another dtype or shape"
+                f"the server's model differs from this task's model: {differs[0]!r} is missing, "
+                "unknown, or has another dtype or shape"
             )
         weights, buffers, extra = self.layout.apart(to_device(dict(tensors), self.device))
         return Assignment(

@@ -172,8 +172,7 @@ def check_seeds(seeds: Any) -> None:
     """Raise ValueError if `seeds` is no whole number of at least 1."""
     if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 1:
         raise ValueError(
-            f"seeds is {shown(seeds)}, but it says how many there are, counted from seed on: at "
-            f"least 1"
+            f"seeds is {shown(seeds)}, but it is the number of seeds, counted from seed: 1 or more"
         )
 
 
@@ -197,8 +196,8 @@ def _entries(task: Task, systems: Any) -> list[_Asked]:
         parts = entry if isinstance(entry, tuple) else (entry,)
         if not 1 <= len(parts) <= 4:
             raise ValueError(
-                f"{shown(entry)} is no pair: give (strategy, world), (strategy, world, task), or a "
-                f"strategy"
+                f"{shown(entry)} is not a pair: give (strategy, world), (strategy, world, task), "
+                "or a strategy"
             )
         strategy: Strategy = parts[0]
         world: World | None = parts[1] if len(parts) > 1 else None
@@ -227,7 +226,7 @@ def _planned(
     def model(task: Task, seed: int) -> nn.Module:
         """Return the model that all runs of a task under a seed copy."""
         if (id(task), seed) not in models:
-            with exit_is_a_failure("the task", "making the model"):
+            with exit_is_a_failure("the task", "creating the model"):
                 models[id(task), seed] = new_model(task, seed, divided, waits)
         return models[id(task), seed]
 

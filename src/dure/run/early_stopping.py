@@ -76,8 +76,8 @@ def resumed_limits(stop: Stop, was: Stop) -> Stop:
     chosen_by = was.monitor or MONITOR
     if stop.monitor != chosen_by:
         raise ValueError(
-            f"monitor is {stop.monitor!r}, but the best model of this run is chosen by "
-            f"{chosen_by}: leave monitor out"
+            f"monitor is {stop.monitor!r}, but this run chooses its best model by {chosen_by}: "
+            "leave monitor out"
         )
     return stop
 
@@ -105,15 +105,16 @@ def check_early(task: Task, stop: Stop, measured: Sequence[str]) -> None:
     """
     wanted = [name for name in ("patience", "monitor") if getattr(stop, name) is not None]
     if stop.patience is None and stop.min_delta:
-        raise ValueError(f"min_delta={stop.min_delta} is for patience, and no patience is given")
+        raise ValueError(f"min_delta={stop.min_delta} needs patience, and no patience is given")
     if wanted and task.validation is None:
         raise ValueError(
-            f"{wanted[0]} goes by a validation set, for test data only measure, and the task has "
-            f"none: give Task(validation=0.1) or --validation 0.1, a share of the training data"
+            f"{wanted[0]} needs a validation set, because test data are only for the final "
+            "measurement, and the task has none: give Task(validation=0.1) or --validation 0.1, "
+            "a fraction of the training data"
         )
     validated = [name for name in measured if name.startswith(PREFIX)]
     if stop.monitor is not None and stop.monitor not in validated:
         raise ValueError(
-            f"monitor is {stop.monitor!r}, but a run is ended, and a model chosen, by the "
-            f"validation set alone: {', '.join(validated)}"
+            f"monitor is {stop.monitor!r}, but only metrics of the validation set can end a run "
+            f"or choose its model: {', '.join(validated)}"
         )

@@ -118,19 +118,19 @@ def resume_comparison(
 def _asked(folder: Path) -> dict[str, Any]:
     """Return the request in comparison.json. Raises RunFolderError if there is none."""
     if not is_comparison(folder):
-        raise RunFolderError(f"{folder} holds no comparison: it has no {COMPARISON}")
+        raise RunFolderError(f"{folder} does not contain a comparison: it has no {COMPARISON}")
     asked = RunFolder(folder).read_json(COMPARISON)
     planned = asked.get("planned")
     seeds = asked.get("seeds")
     if not isinstance(planned, list) or not isinstance(seeds, int):
         raise RunFolderError(
-            f"{folder / COMPARISON} does not say which runs were planned: an older dure wrote it, "
-            f"or it is damaged"
+            f"{folder / COMPARISON} does not list the planned runs: an older dure wrote it, or it "
+            "is damaged"
         )
     # Only subfolders: a comparison from another user must not write to other folders of the reader.
     away = [name for name in planned if not isinstance(name, str) or Path(name).name != name]
     if away:
-        raise RunFolderError(f"{folder / COMPARISON} is damaged: {away[0]!r} is no folder in it")
+        raise RunFolderError(f"{folder / COMPARISON} is damaged: it has no folder {away[0]!r}")
     # The checksums cover the plan, and become stale when the results are written.
     came = ("runs", "failed", SUMS)
     return {key: value for key, value in asked.items() if key not in came}

@@ -105,7 +105,7 @@ def cast(given: Tensor, like: Tensor, what: str) -> Tensor:
         return given.to(like.dtype)
     whole = given.to(like.dtype)
     if not torch.equal(whole.to(given.dtype), given):
-        raise ValueError(f"{what} holds fractions, but the task's inputs are whole numbers")
+        raise ValueError(f"{what} contains fractions, but the task's inputs are integers")
     return whole
 
 
@@ -131,7 +131,7 @@ def _rows(content: Any, fit: Fit, source: str) -> list[Any]:
             where = f"row {number} of {source}" if len(rows) > 1 else source
             raise ValueError(f"{where}: {error}") from error
     if not found:
-        raise ValueError(f"{source} holds no row")
+        raise ValueError(f"{source} contains no rows")
     return found
 
 
@@ -147,7 +147,9 @@ def _stacked(rows: Sequence[Any]) -> Any:
     try:
         return tree_map(lambda *leaves: torch.stack([torch.as_tensor(x) for x in leaves]), *rows)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"no batch can be made of these {len(rows)} rows: {error}") from error
+        raise ValueError(
+            f"these {len(rows)} rows cannot be combined into a batch: {error}"
+        ) from error
 
 
 def _without_labels(inputs: Any) -> Any:
@@ -211,15 +213,15 @@ def _fitted(like: Any, row: Any, name: str, varies: bool = False) -> Any:
     if isinstance(like, (tuple, list)):
         return _list(like, row, name, varies)
     raise ValueError(
-        f"{_called(name)} is a {type(like).__name__} in the task's examples, which no row holds: "
-        f"give Task(parse=...)"
+        f"{_called(name)} is a {type(like).__name__} in the task's examples, which a row cannot "
+        "contain: give Task(parse=...)"
     )
 
 
 def _object(like: Mapping[str, Any], row: Any, name: str, varies: bool) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         raise ValueError(
-            f"{_called(name)} is no object with the names of the task's inputs: "
+            f"{_called(name)} is not an object with the names of the task's inputs: "
             f"{', '.join(map(str, like))}"
         )
     made = {}
@@ -240,7 +242,7 @@ def _spread(row: Mapping[str, Any], name: str) -> list[Any]:
     number = re.compile(rf"{re.escape(name)}(?:\.|_|\[)(\d+)\]?")
     found = {int(match[1]): cell for key, cell in row.items() if (match := number.fullmatch(key))}
     if not found or sorted(found) != list(range(len(found))):
-        raise ValueError(f"{name} is not there: there is {', '.join(map(str, row)) or 'nothing'}")
+        raise ValueError(f"{name} is missing; the row has {', '.join(map(str, row)) or 'nothing'}")
     return [found[place] for place in range(len(found))]
 
 
@@ -251,7 +253,7 @@ def _text(row: Any, name: str) -> str:
     elif isinstance(row, list) and len(row) == 1:
         row = row[0]
     if not isinstance(row, str):
-        raise ValueError(f"{_called(name)} is no text, nor a row with a column {TEXT}")
+        raise ValueError(f"{_called(name)} is neither text nor a row with a column {TEXT}")
     return row
 
 
@@ -262,15 +264,15 @@ def _tensor(like: Tensor, row: Any, name: str, varies: bool) -> Tensor:
         # Through numpy, because torch would read lists of JSON as float32 and lose digits.
         given = row if isinstance(row, Tensor) else torch.as_tensor(numpy.asarray(_number(row)))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{_called(name)} is no array of numbers: {error}") from error
+        raise ValueError(f"{_called(name)} is not an array of numbers: {error}") from error
     given = cast(given, like, _called(name))
     if given.shape == like.shape or (varies and given.ndim == like.ndim and given.numel()):
         return given
     if given.numel() == like.numel() and given.ndim <= 1:
         return given.reshape(like.shape)
     raise ValueError(
-        f"{_called(name)} has the shape {tuple(given.shape)}, and in an example of the task "
-        f"{tuple(like.shape)}"
+        f"{_called(name)} has the shape {tuple(given.shape)}, but in an example of the task it "
+        f"has {tuple(like.shape)}"
     )
 
 
@@ -285,13 +287,15 @@ def _list(like: Sequence[Any], row: Any, name: str, varies: bool) -> Any:
     if isinstance(row, str):
         row = _number(row)
     if not isinstance(row, list):
-        raise ValueError(f"{_called(name)} is no list of {len(like)} values")
+        raise ValueError(f"{_called(name)} is not a list of {len(like)} values")
     # A list of numbers, such as token ids, varies in length with its text; a tuple does not.
     numbers = isinstance(like, list) and like and all(isinstance(x, (int, float)) for x in like)
     if numbers and (varies or len(row) == len(like)):
         return [_fitted(like[0], one, name, varies) for one in row]
     if len(row) != len(like):
-        raise ValueError(f"{_called(name)} has {len(row)} values, and an example {len(like)}")
+        raise ValueError(
+            f"{_called(name)} has {len(row)} values, but in an example it has {len(like)}"
+        )
     made = [
         _fitted(value, one, f"{name}[{place}]", varies)
         for place, (value, one) in enumerate(zip(like, row, strict=True))

@@ -179,8 +179,8 @@ def check(url: str, task: Task, reach: ConnectionOptions) -> Iterator[str]:
         training.policy = site.policy
         welcome = site.look(training.look())
         secure = "" if url.startswith("https:") else ", without TLS"
-        yield f"network: {url} answers, run {welcome.run}{secure}"
-        who = "a place is free" if welcome.client < 0 else f"client {welcome.client}"
+        yield f"network: {url} responds, run {welcome.run}{secure}"
+        who = "a client id is free" if welcome.client < 0 else f"client {welcome.client}"
         yield f"identity: {who}, of {welcome.clients}"
         strategy = decode_strategy(welcome.strategy, training.ask)
         reasons = site.refusals(welcome)
@@ -197,15 +197,18 @@ def check(url: str, task: Task, reach: ConnectionOptions) -> Iterator[str]:
         training.begin(welcome, None)
         sent = training.would_send()
         free = shutil.disk_usage(kept.folder).free
-        yield f"disk: {free:,} bytes are free, and {8 * sent:,} are needed at most"
+        yield f"disk: {free:,} bytes are free, and at most {8 * sent:,} are needed"
         with deferred_compiler():
             seconds = training.one_step()
         yield f"training: one step took {seconds:.3f} s on {training.examples:,} examples"
         if training.holds:
-            yield f"would be sent: {sent:,} bytes an update, in a sum with those of others alone"
+            yield (
+                f"this client would send: {sent:,} bytes per update, only inside a secure sum "
+                "with other clients"
+            )
             return
         metrics = ", and metrics on held-out data" if training.held_out else ""
         yield (
-            f"would be sent: {sent:,} bytes an update, with the number of examples, samples, steps "
-            f"and the mean loss{metrics}"
+            f"this client would send: {sent:,} bytes per update, with the number of examples, "
+            f"samples, steps and the mean loss{metrics}"
         )

@@ -37,7 +37,7 @@ def measure_latency(task: Task, model: nn.Module, times: int = TIMES) -> Latency
     times: timed passes. Raises ValueError if times is below 1.
     """
     if times < 1:
-        raise ValueError(f"times is {times}, but something has to be measured: 1 or more")
+        raise ValueError(f"times is {times}, but it has to be 1 or more")
     train, _ = examples_for(task)
     home = device_of_model(model)
     inputs = to_device(train.batch(torch.tensor([train.first]))[0], home)

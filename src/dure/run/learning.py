@@ -42,9 +42,9 @@ def _unserved(part: Part, strategy: Strategy) -> str | None:
     See `dure.tasks.task_summary`.
     """
     if strategy.trains_at_server:
-        return "the sites of a network that train sides of one model do not compare it"
+        return "sites that train parts of one model over a network do not compare it"
     if part == "compile":
-        return "each site of a network compiles for itself: give it to a client's own task"
+        return "each site of a network compiles its own model: set it in the client's task"
     return None
 
 
@@ -66,5 +66,5 @@ def with_learning(task: Task, asked: Mapping[str, Any]) -> Task:
     # Only learning options: config.json is data, and data must not name files to read weights from.
     unknown = sorted(set(asked) - set(PARTS))
     if unknown:
-        raise ValueError(f"this dure knows no {unknown[0]!r} of a task's learning")
+        raise ValueError(f"this version of dure does not know the training option {unknown[0]!r}")
     return dataclasses.replace(task, **asked) if asked else task

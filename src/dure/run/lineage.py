@@ -101,11 +101,11 @@ def verify(model: str | Path, key: str | None = None) -> VerifiedLineage:
     except OSError as error:
         raise LineageError(f"cannot read {error.filename}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LineageError(f"{beside} is no lineage that was signed") from error
+        raise LineageError(f"{beside} is not a signed lineage") from error
     if not true:
         raise LineageError(f"{beside} was changed after it was signed")
     if found != digest:
-        raise LineageError(f"{path} is not the model that was signed")
+        raise LineageError(f"{path} is not the signed model")
     if key is not None and public != key.lower():
         raise LineageError(f"{path} was signed by {public}, not by {key}")
     return VerifiedLineage(lineage, public, _compared(folder, lineage) if whole else ())
@@ -120,7 +120,7 @@ def _compared(folder: Path, lineage: Mapping[str, Any]) -> tuple[str, ...]:
         config = read_json(folder / "config.json")
         summary = read_json(folder / "summary.json")
     except RunFolderError as error:
-        raise LineageError(f"{error}, and what it said was signed") from error
+        raise LineageError(f"{error}, and its signed content cannot be checked") from error
     found = {"config.json": config_digest(config) == lineage.get("config_sha256")}
     found["summary.json"] = summary.get("lineage") == lineage
     if "models_sha256" in lineage:
@@ -128,8 +128,8 @@ def _compared(folder: Path, lineage: Mapping[str, Any]) -> tuple[str, ...]:
     for name, same in found.items():
         if not same:
             raise LineageError(
-                f"{folder / name} is not what was signed: put back a copy of it, and believe "
-                f"nothing that it says"
+                f"{folder / name} differs from the signed version: restore it from a copy, and do "
+                "not trust its content"
             )
     return tuple(found)
 
@@ -138,7 +138,7 @@ def _sha256_of(file: Path) -> str:
     try:
         return sha256_of(file)
     except OSError as error:
-        raise LineageError(f"cannot read {file}, which was signed: {error.strerror}") from error
+        raise LineageError(f"cannot read the signed file {file}: {error.strerror}") from error
 
 
 def _message(said: Mapping[str, Any]) -> bytes:

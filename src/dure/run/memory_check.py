@@ -90,10 +90,10 @@ def made_in_memory() -> Iterator[None]:
         if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
             raise
         least = min(remaining_memory(), key=lambda room: room.most, default=None)
-        whose = "" if least is None else f", of which {least.whose} leaves {_size(least.most)}"
+        whose = "" if least is None else f", of which {least.whose} allows {_size(least.most)}"
         raise ValueError(
-            f"the model cannot be made in memory{whose}: take pipeline, tensor-parallel or zero "
-            f"--stage 3 with --workers N, whose ranks hold a part of it each"
+            f"the model does not fit into memory{whose}: use pipeline, tensor-parallel or zero "
+            "--stage 3 with --workers N, where each rank holds a part of the model"
         ) from error
 
 
@@ -163,10 +163,10 @@ def _refusal(
     )
     together = f", {_size(least)} together" if least > own.total else ""
     ways = list(_ways(need, shares, strategy, room, free, count))
-    would = f": {'; or '.join(ways)} would do" if ways else ": no division of it would do"
+    would = f": {'; or '.join(ways)} would fit" if ways else ": it does not fit in any division"
     return (
         f"the run does not fit into memory: {who} needs {_size(own.total)} and the activations "
-        f"({parts}){together}, and there are {_size(free)}, {room.whose}{would}"
+        f"({parts}){together}, but only {_size(free)} are available, {room.whose}{would}"
     )
 
 
@@ -183,7 +183,7 @@ def _ways(
         min(int(free * _SPARE), free - besides) for besides in (_BESIDES, _BESIDES_OF_RANK)
     )
     # More ranks on the same machine do not have more memory together.
-    where = ", each on a machine of its own" if room.shared else ""
+    where = ", each on its own machine" if room.shared else ""
     for name, over in (("tensor-parallel or pipeline", divided_shares), ("zero --stage 3", _zero)):
         ranks = next(
             (n for n in _counts() if _needed(need, over(n), room, 1) <= in_rank),

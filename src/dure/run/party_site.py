@@ -100,6 +100,7 @@ def check_part(
     columns = ", ".join(map(str, site.columns))
     yield f"training: the head of {site.name} took {seconds:.3f} s for a batch of {len(values)}"
     yield (
-        f"would be sent: {values.nbytes:,} bytes a batch of what the head makes of the columns "
-        f"{columns}, and as many come back; columns and weights stay here"
+        f"this party would send: {values.nbytes:,} bytes per batch, the head's activations for "
+        f"the columns {columns}, and receive gradients of the same size; columns and weights stay "
+        "here"
     )

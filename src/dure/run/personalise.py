@@ -58,10 +58,10 @@ def personalise(
         ValueError: for another task, for a task without training data, and if training diverges.
     """
     if epochs < 1:
-        raise ValueError(f"epochs is {epochs}, but a model of one's own is trained at least once")
+        raise ValueError(f"epochs is {epochs}, but it has to be 1 or more")
     check_batch_size(batch_size)
     if not len(task.train):
-        raise ValueError("the task has no training data, and a model of one's own needs some")
+        raise ValueError("the task has no training data, which a personal model needs")
     with ClientState(Path(state)) as kept, deferred_compiler():
         round, model = _newest(kept, task)
         before = _measured(task, model)
@@ -96,7 +96,7 @@ def _newest(kept: ClientState, task: Task) -> tuple[int, nn.Module]:
     # Frozen weights were drawn under the run's seed, and no fetched model contains them.
     if frozen_of(model) and not frozen:
         raise RunFolderError(
-            f"{kept.folder} lacks the weights that are not trained: join the federation once more "
+            f"{kept.folder} lacks the weights that are not trained: join the federation again "
             f"with --state {kept.folder}"
         )
     load_frozen(model, frozen)
@@ -109,7 +109,9 @@ def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     there = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in tensors.items():
         if name not in there or there[name].shape != tensor.shape:
-            raise ValueError(f"the model that was fetched has {name}, and the task's has not")
+            raise ValueError(
+                f"the fetched global model has {name}, which the task's model does not have"
+            )
         there[name].copy_(tensor)
 
 
@@ -137,7 +139,9 @@ def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int
             torch.autograd.backward(loss[0] / loss[1] if isinstance(loss, tuple) else loss)
             optimizer.step()
     if not all(all_finite(one.detach()) for one in trainable_parameters(model)):
-        raise ValueError("the training has diverged: nothing is kept; take a smaller learning rate")
+        raise ValueError(
+            "the training has diverged: no model is saved; choose a smaller learning rate"
+        )
 
 
 def _measured(task: Task, model: nn.Module) -> dict[str, float]:

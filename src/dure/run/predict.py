@@ -86,8 +86,8 @@ def predict(
     elsewhere = run.summary.get("weights_elsewhere")
     if elsewhere:
         raise RunFolderError(
-            f"the model of {folder} is not whole: {', '.join(map(str, elsewhere))} are with its "
-            f"clients, each of which has its own"
+            f"the model of {folder} is incomplete: {', '.join(map(str, elsewhere))} stay with the "
+            "clients, each of which has its own"
         )
     # Examples come in the dtype of the training.
     train, test = examples_for(whole)
@@ -108,8 +108,10 @@ def which_model(summary: Mapping[str, Any], last: bool) -> str:
         return ""
     unit = summary.get("unit")
     if last:
-        return f"the last model, of {unit} {summary.get('steps')}; the best is of {chosen['step']}"
-    return f"the best model, of {unit} {chosen['step']}; --last takes that of {summary['steps']}"
+        return (
+            f"the last model, from {unit} {summary.get('steps')}; the best is from {chosen['step']}"
+        )
+    return f"the best model, from {unit} {chosen['step']}; --last uses that from {summary['steps']}"
 
 
 def _outputs(model: nn.Module, inputs: Any) -> Iterator[Tensor]:
@@ -121,11 +123,11 @@ def _outputs(model: nn.Module, inputs: Any) -> Iterator[Tensor]:
                 outputs = model(some)
             # Errors that the user's own model raises for an unsuitable input.
             except (RuntimeError, IndexError, TypeError, ValueError) as error:
-                raise ValueError(f"the model does not take this input: {error}") from error
+                raise ValueError(f"the model rejects this input: {error}") from error
             scores = _scores(outputs)
             if not isinstance(scores, Tensor) or scores.ndim < 1:
                 raise ValueError(
-                    f"the model gives {type(outputs).__name__}, and no tensor of outputs"
+                    f"the model returns {type(outputs).__name__}, not a tensor of outputs"
                 )
             yield scores
 
@@ -160,7 +162,7 @@ def _inputs(task: Task, train: Examples, test: Examples | None, source: str) -> 
     content = _read(source)
     data = train if len(train) else test
     if data is None:
-        raise ValueError("the task has no data, which would say what an input is like")
+        raise ValueError("the task has no data, which define the form of an input")
     example = _example(data)
     if task.parse is not None:
         content = parse_rows(task.parse, content)
@@ -179,7 +181,8 @@ def _examples(train: Examples, test: Examples | None, chosen: re.Match[str]) -> 
     stop = start + 1 if end is None else int(end)
     if not start < stop <= len(data):
         raise ValueError(
-            f"{chosen.string} is not there: the task has {len(data)} {name} examples, from 0 on"
+            f"{chosen.string} does not exist: the task has {len(data)} {name} examples, counted "
+            "from 0"
         )
     return data.batch(torch.arange(start, stop))[0]
 
@@ -195,7 +198,7 @@ def _array(content: Any, features: Sequence[str] | None, source: str) -> Any:
     if isinstance(content, FileTensors):
         if len(content) != 1:
             raise ValueError(
-                f"{source} holds {len(content)} tensors, and has to hold the inputs alone"
+                f"{source} contains {len(content)} tensors, but has to contain only the inputs"
             )
         return next(iter(content.values()))
     if isinstance(content, CellTable):
@@ -230,7 +233,7 @@ def _fitted(array: Any, example: Tensor, source: str) -> Tensor:
         # Through numpy, because torch would read lists of JSON as float32 and lose digits.
         given = torch.as_tensor(array if isinstance(array, Tensor) else numpy.asarray(array))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{source} holds no array of numbers: {error}") from error
+        raise ValueError(f"{source} does not contain an array of numbers: {error}") from error
     given = cast(given, example, source)
     shape = tuple(example.shape)
     if tuple(given.shape[1:]) == shape and given.ndim == len(shape) + 1 and len(given):
@@ -243,8 +246,8 @@ def _fitted(array: Any, example: Tensor, source: str) -> Tensor:
     if given.ndim == 1 and given.numel() == example.numel():
         return given.reshape(1, *shape)
     raise ValueError(
-        f"{source} holds {tuple(given.shape)}, but an example of the task is {shape}: give one, or "
-        f"several one after another"
+        f"{source} has the shape {tuple(given.shape)}, but an example of the task has {shape}: "
+        "give one example, or several along a first axis"
     )
 
 
@@ -276,7 +279,7 @@ def _parsed(text: str, source: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source} is no JSON: {error}") from error
+        raise ValueError(f"{source} is not JSON: {error}") from error
 
 
 def _table(path: Path) -> CellTable:
@@ -284,7 +287,7 @@ def _table(path: Path) -> CellTable:
     with path.open(newline="") as lines:
         rows = [row for row in csv.reader(lines) if row]
     if not rows:
-        raise ValueError("it is empty")
+        raise ValueError("the file is empty")
     widths = {len(row) for row in rows}
     if len(widths) > 1:
         raise ValueError(f"its lines have {min(widths)} to {max(widths)} cells")

@@ -32,22 +32,22 @@ def task_for_checks(task: Task, strategy: Strategy, world: World) -> Task:
         return task
     if world.kind == "clients":
         raise ValueError(
-            f"Task.train is a function of (rank, world), and {strategy.name} has clients, whose "
-            f"data lie with them by a partition: give examples"
+            f"Task.train is a function of (rank, world), but {strategy.name} divides the data "
+            "among clients by a partition: give examples"
         )
     ranks = world.workers or 1
     if world.kind == "threads" or ranks == 1:
         return replace(task, train=train.of(0, 1))
     if not strategy.own_data:
         raise ValueError(
-            f"Task.train is a function of (rank, world), and the ranks of {strategy.name} share "
-            f"their examples: give examples, or dure.Shards on a disk that all of them can read"
+            f"Task.train is a function of (rank, world), but the ranks of {strategy.name} share "
+            "their examples: give examples, or dure.Shards on a disk that all of them can read"
         )
     if world.starts_again:
         raise ValueError(
-            "Task.train is a function of (rank, world), and an elastic job goes on with fewer "
-            "ranks, to which the data of the others are lost: give examples, or dure.Shards on a "
-            "disk that all ranks can read"
+            "Task.train is a function of (rank, world), but an elastic job continues with fewer "
+            "ranks, which cannot read the data of the lost ranks: give examples, or dure.Shards "
+            "on a disk that all ranks can read"
         )
     own = train.of(world.rank_here, ranks)
     alike = [own.arrangement()] * ranks
@@ -91,6 +91,6 @@ def check_as_before(folder: Path | None, before: Sequence[int], now: Sequence[in
         return
     told = [", ".join(map(str, lies)) if lies else "none" for lies in (before, now)]
     raise RunFolderError(
-        f"the ranks of {folder} had examples of their own, {told[0]}, and now have {told[1]}: give "
-        f"each rank what it had, or begin another run"
+        f"the ranks of {folder} had their own examples, {told[0]}, and now have {told[1]}: give "
+        "each rank the same examples, or start a new run"
     )

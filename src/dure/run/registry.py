@@ -138,13 +138,13 @@ def check_kind(thing: Any, base: type[Strategy] | type[World]) -> None:
         raise ValueError(meant)
     if not isinstance(thing, base) or not dataclasses.is_dataclass(thing):
         raise ValueError(
-            f"{name} is no dure.{base.__name__}: derive its class from dure.{base.__name__}, as a "
-            f"frozen dataclass, and give an instance"
+            f"{name} is not a dure.{base.__name__}: derive its class from dure.{base.__name__}, "
+            "as a frozen dataclass, and give an instance"
         )
     # Every subclass has to set the attributes that the base class only annotates.
     missing = [one for one in base.__annotations__ if not hasattr(thing, one)]
     if missing:
-        raise ValueError(f"{name} does not say its {', '.join(missing)}")
+        raise ValueError(f"{name} does not define {', '.join(missing)}")
     check_fields(thing)
 
 
@@ -170,7 +170,7 @@ def _is_built_in(thing: Strategy | World) -> bool:
     return entry is not None and (entry.module, entry.kind) == (kind.__module__, kind.__name__)
 
 
-_UNWRITTEN = "(has no text)"
+_UNWRITTEN = "(no message)"
 """Placeholder for the value of a field without a text form, such as a rule from a notebook."""
 
 
@@ -223,15 +223,15 @@ def is_lost(written: Mapping[str, Any]) -> bool:
 def _reference(written: Mapping[str, Any]) -> str:
     name = written.get("name")
     if not isinstance(name, str):
-        raise ValueError(f"the name of a strategy or world is a text, and not {shown(name)}")
+        raise ValueError(f"the name of a strategy or world has to be a str, not {shown(name)}")
     if is_lost(written):
-        raise ValueError(f"{name} was made in Python, where only its maker finds it")
+        raise ValueError(f"{name} was created in Python and cannot be found by name")
     if "from" not in written:
         return name
     reference = written["from"]
     # A built-in name here would find another class than `name` says.
     if not isinstance(reference, str) or not references.is_reference(reference):
-        raise ValueError(f"from is {shown(reference)}, but it is path/to/file.py:Name")
+        raise ValueError(f"from is {shown(reference)}, but it has to be path/to/file.py:Name")
     return reference
 
 
@@ -297,11 +297,11 @@ def _read(kind: type[Any], text: str) -> dict[str, Any]:
     for setting in settings:
         field, equals, value = setting.partition("=")
         if not equals:
-            raise ValueError(f"{text!r}: a setting is field=value, not {setting!r}")
+            raise ValueError(f"{text!r}: write a setting as field=value, not {setting!r}")
         # data=2 is short for an entry of the field mesh, if the strategy has one.
         of_mesh = field in AXES and "mesh" in hints
         if of_mesh and not isinstance(written.setdefault("mesh", {}), dict):
-            raise ValueError(f"{text!r}: a mesh is given by its degrees, or by mesh=")
+            raise ValueError(f"{text!r}: give a mesh either by its degrees or by mesh=, not both")
         if not of_mesh:
             _check_fields(kind, [field])
         try:

@@ -61,7 +61,7 @@ def replay(
         raise RunFolderError(f"{path} was not served over a network: there is nothing to replay")
     if not asked.world.get("record"):
         raise RunFolderError(
-            f"{path} was not recorded, so what it is made of is gone: serve with --record"
+            f"{path} was not recorded, so its updates are not available: serve with --record"
         )
     named = [strategy] if isinstance(strategy, str) else []
     task, strategy, _ = reload_run(
@@ -108,8 +108,8 @@ def _config_of(path: Path) -> dict[str, Any]:
         differs = edited(checkpoint.seal.config, settings(config))
         if differs:
             raise RunFolderError(
-                f"{path / 'config.json'} has changed since {checkpoint.path} was written ("
-                f"{'; '.join(differs)}): put it back as it was"
+                f"{path / 'config.json'} has changed since {checkpoint.path} was written "
+                f"({'; '.join(differs)}): restore it"
             )
     return config
 

@@ -35,9 +35,9 @@ def check_untrained(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and _TRAINED.get(id(parameter)) is parameter:
             raise ValueError(
-                f"the task's model function gives {name} again, which an earlier run has trained: "
-                f"let it make a fresh model in each call, such as copy.deepcopy(model); "
-                f"Task(weights=...) begins with the weights of a run"
+                f"the task's model function returned the same {name} that an earlier run has "
+                "trained: return a new model in each call, such as copy.deepcopy(model); "
+                "Task(weights=...) starts from the weights of a run"
             )
 
 

@@ -27,24 +27,26 @@ def check_data_asks(task: Task, strategy: Strategy, kind: Kind) -> None:
     if sampling.batch_size is not None and sampling.batch_size != size:
         raise ValueError(
             f"the DataLoader has batches of {sampling.batch_size}, and {strategy.name} has "
-            f"batch_size={size}: give the strategy that batch_size, or the task the dataset itself"
+            f"batch_size={size}: give the strategy the same batch_size, or give the task the "
+            "dataset itself"
         )
     # The simulation of a strategy of ranks draws batches of its own.
     able = strategy.samples if kind == strategy.kind or kind != "clients" else frozenset()
     for way in sorted(_asked(task) - able):
         raise ValueError(
-            f"{strategy.name} decides who trains on which examples, and in which order, and cannot "
-            f"do it by {way}: give the dataset itself, or a system with joint batches, such as "
-            f"data-parallel"
+            f"{strategy.name} itself decides which client or rank trains on which examples and in "
+            f"which order, so it cannot use {way}: give the dataset itself, or use a system with "
+            "joint batches, such as data-parallel"
         )
     for way in sorted(_asked(task)):
         if strategy.uses_poisson_sampling:
             raise ValueError(
-                f"differential privacy draws batches of its own, and not by {way}: give the dataset"
+                f"differential privacy draws its own batches and cannot use {way}: give the "
+                "dataset itself"
             )
     if sampling.drop_last and size is not None and len(task.train) < size:
         raise ValueError(
-            f"drop_last leaves nothing of {len(task.train)} examples in batches of {size}"
+            f"drop_last drops all {len(task.train)} examples, because a batch has {size}"
         )
     if isinstance(task.loss, OwnLoss):
         why = strategy.cannot_own_loss(kind)

@@ -223,7 +223,9 @@ class _CutSide:
         limits: SiteLimits,
     ) -> SiteClient:
         if told.form:
-            raise ValueError("the server has a tail of its own: join with the task of its head")
+            raise ValueError(
+                "the server holds the tail of the model: join with the task of the head"
+            )
         divided = self._divided
         heads = divided.heads
         machine = SplitBuilder(divided, plan, train, welcome.seed, self._secret).client(
@@ -341,11 +343,13 @@ def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) 
             model(inputs)
         seconds = time.perf_counter() - began
     what = "the head" if isinstance(task, HeadTask) else "the whole model"
-    yield f"training: {what} took {seconds:.3f} s for a batch of {batch}, forward"
-    labels = "labels stay here" if plan.rules.labels_stay else "its labels go with it"
+    yield f"training: the forward pass of {what} took {seconds:.3f} s for a batch of {batch}"
+    labels = (
+        "labels stay here" if plan.rules.labels_stay else "labels are sent with the activations"
+    )
     yield (
-        f"would be sent: {crosses[0]:,} bytes a batch of what the head makes of it, and "
-        f"{crosses[1]:,} come back; {labels}"
+        f"this client would send: {crosses[0]:,} bytes of activations per batch, and receive "
+        f"{crosses[1]:,} bytes; {labels}"
     )
 
 

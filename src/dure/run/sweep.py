@@ -64,14 +64,14 @@ def parse_values(name: str, text: str) -> Values:
         low, high = map(float, rest.split(":"))
     except ValueError:
         raise ValueError(
-            f"{name}={text}: a range is {kind}:LOW:HIGH, such as {kind}:1:10"
+            f"{name}={text}: write a range as {kind}:LOW:HIGH, such as {kind}:1:10"
         ) from None
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"{name}={text}: the range has to go from a number to a larger one")
     if kind == "log" and low <= 0:
-        raise ValueError(f"{name}={text}: a logarithm is of numbers above 0")
+        raise ValueError(f"{name}={text}: a logarithmic range needs numbers above 0")
     if kind == "int" and not (low.is_integer() and high.is_integer()):
-        raise ValueError(f"{name}={text}: these are no whole numbers")
+        raise ValueError(f"{name}={text}: these are not integers")
     return ValueRange(low, high, kind)
 
 
@@ -98,12 +98,13 @@ def trials(
         ranges = [name for name, values in space.items() if isinstance(values, ValueRange)]
         if ranges:
             raise ValueError(
-                f"{ranges[0]} is a range, which no grid goes through: say how many trials are drawn"
+                f"{ranges[0]} is a range, which a grid cannot enumerate: give the number of "
+                "trials to draw"
             )
         grid = itertools.product(*(values for values in space.values()))  # type: ignore[arg-type]
         return [dict(zip(space, values, strict=True)) for values in grid]
     if not isinstance(draws, int) or isinstance(draws, bool) or draws < 1:
-        raise ValueError(f"the number of trials is {shown(draws)}, but it is at least 1")
+        raise ValueError(f"the number of trials is {shown(draws)}, but it has to be 1 or more")
     return _drawn(space, draws, seed)
 
 
@@ -145,12 +146,10 @@ def judge_of(runs: Sequence[Run], metric: str | None = None) -> str:
     )
     if metric is not None:
         if metric not in there:
-            raise ValueError(f"no trial measured {metric!r}; there is {', '.join(there)}")
+            raise ValueError(f"no trial measured {metric!r}; available metrics: {', '.join(there)}")
         return metric
     if not there:
-        raise ValueError(
-            "no trial measured anything: the task has neither validation nor test data"
-        )
+        raise ValueError("no trial has a metric: the task has neither validation nor test data")
     return min(there, key=judging)
 
 

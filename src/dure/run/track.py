@@ -83,7 +83,7 @@ class Tracker:
             call(*given)
         except Exception as error:
             self._failed += 1
-            told = "it is told no more" if self._failed == FAILURES else "the run goes on"
+            told = "it receives no more events" if self._failed == FAILURES else "the run continues"
             warnings.warn(
                 f"{type(self).__name__} at {self.where} failed, and {told}: "
                 f"{type(error).__name__}: {error}",
@@ -303,16 +303,16 @@ def tracker(text: str) -> Tracker:
     Raises ValueError if the name is unknown, the place is missing, or the library is not installed.
     """
     if not isinstance(text, str):
-        raise ValueError(f"track is {text!r}: give a text such as 'tensorboard:runs/board'")
+        raise ValueError(f"track is {text!r}: give a str such as 'tensorboard:runs/board'")
     name, _, where = text.partition(":")
     if name not in _TRACKERS:
         raise ValueError(
-            f"track is {text!r}, and not tensorboard:FOLDER, mlflow:URI or wandb:PROJECT"
-            f"{suggestion(name, _TRACKERS)}"
+            f"track is {text!r}, but has to be tensorboard:FOLDER, mlflow:URI or "
+            f"wandb:PROJECT{suggestion(name, _TRACKERS)}"
         )
     if not where:
         what = {"tensorboard": "FOLDER", "mlflow": "URI", "wandb": "PROJECT"}[name]
-        raise ValueError(f"track is {text!r}, which does not say where: {name}:{what}")
+        raise ValueError(f"track is {text!r}, which lacks the destination: write {name}:{what}")
     module, kind = _TRACKERS[name]
     try:
         importlib.import_module(module)

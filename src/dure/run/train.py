@@ -187,8 +187,8 @@ def begun_here(folder: Path, task: Task, strategy: Strategy, world: World) -> No
         names = " and ".join(repr(config[what]["name"]) for what in lost)
         warnings.warn(
             f"{folder} can be resumed only as dure.resume({str(folder)!r}, {wanted}): the "
-            f"{' and '.join(lost)} {names} is made where no other process finds it, or has a "
-            f"field that cannot be written; a class in a file of its own is found again",
+            f"{' and '.join(lost)} {names} is defined where another process cannot import it, or "
+            "has a field that cannot be written to config.json; define the class in its own file",
             # Points at the user's call of `train` or `compare`.
             stacklevel=3,
         )
@@ -255,7 +255,7 @@ def resume(
     named = [*rules, *(one for one in (strategy, world) if isinstance(one, str))]
     for one in named:
         if not is_reference(one):
-            raise ValueError(f"{one!r} is no class of your own: it is path/to/file.py:Name")
+            raise ValueError(f"{one!r} does not name a class of yours: write path/to/file.py:Name")
     stop = asked.stop if stop is None else resumed_limits(stop, asked.stop)
     on_progress = _shown(on_progress, stop)
     ask = ReferenceGuard(path, config, named)
@@ -310,8 +310,8 @@ def _with_weights(folder: Path, task: Task, asked: RunRequest, given: str | Path
         return task
     if not Path(was).exists():
         raise RunFolderError(
-            f"the run in {folder} began with the weights in {was}, which is gone: say with "
-            f"--weights where they are"
+            f"the run in {folder} started from the weights in {was}, which does not exist any "
+            "more: give their path with --weights"
         )
     return dataclasses.replace(task, weights=Path(was))
 
@@ -325,7 +325,7 @@ def _blames(folder: Path) -> Iterator[None]:
         raise
     except (ValueError, OverflowError) as error:
         raise RunFolderError(
-            f"{folder / 'config.json'} asks for what cannot be: {error}"
+            f"{folder / 'config.json'} contains an invalid setting: {error}"
         ) from error
 
 
@@ -378,7 +378,9 @@ def reload_task(
         if ":" in reference:
             raise
         # Options that the built-in task does not have, or of another type.
-        raise RunFolderError(f"{folder / 'config.json'} does not fit this dure: {error}") from error
+        raise RunFolderError(
+            f"{folder / 'config.json'} does not match this version of dure: {error}"
+        ) from error
 
 
 def _named(
@@ -408,12 +410,14 @@ def _again(folder: Path, decode: Callable[[Mapping[str, Any]], Kind], asked: Any
     try:
         return decode(asked)
     except (ValueError, TypeError) as error:
-        raise RunFolderError(f"{folder / 'config.json'} does not fit this dure: {error}") from error
+        raise RunFolderError(
+            f"{folder / 'config.json'} does not match this version of dure: {error}"
+        ) from error
 
 
 def _made_in_python(folder: Path, what: str) -> RunFolderError:
     return RunFolderError(
-        f"the {what} of {folder} was made in Python: give it as dure.resume({str(folder)!r}, "
+        f"the {what} of {folder} was created in Python: give it with dure.resume({str(folder)!r}, "
         f"{what}=...)"
     )
 
@@ -428,8 +432,8 @@ def _tell_of_versions(folder: Path, asked: RunRequest) -> None:
     ]
     if others:
         warnings.warn(
-            f"{folder} was written by {' and '.join(others)}: from here on its numbers may differ "
-            f"from those of a run that was not interrupted",
+            f"{folder} was written by {' and '.join(others)}: results may differ from those of an "
+            "uninterrupted run",
             stacklevel=3,
         )
 
@@ -442,8 +446,8 @@ def _note(
         remember_run(config, task, strategy, world)
     except OSError as error:
         warnings.warn(
-            f"this machine cannot remember that the run was begun here ({error}): to resume "
-            f"{folder}, its code has to be named again, as in --task path/to/file.py:name",
+            f"dure cannot record on this machine that the run was started here ({error}): to "
+            f"resume {folder}, name its code again, as in --task path/to/file.py:name",
             stacklevel=4,
         )
 
@@ -480,7 +484,7 @@ def _done(job: Job, world: World, on_progress: Progress) -> Run:
     keeps = world.conditions is not None and world.conditions.keep_updates
     if keeps and job.folder is None:
         raise ValueError(
-            "keep_updates writes into the run folder, and there is none: say with out where it is"
+            "keep_updates writes into the run folder, but the run has none: give its path with out"
         )
     # `prepare` made the model in this process.
     assert job.fresh is not None
@@ -496,7 +500,7 @@ def _done(job: Job, world: World, on_progress: Progress) -> Run:
         outcome = world.run(program, on_progress)
     warn_of_bad_values(job.task, outcome.summary)
     # The task's factory may be called once more.
-    with exit_is_a_failure("the task", "making the trained model"):
+    with exit_is_a_failure("the task", "creating the trained model"):
         elsewhere = outcome.summary.get("weights_elsewhere", ())
         model = job.fresh.trained(outcome.weights, outcome.buffers, elsewhere)
     run = Run(model, outcome.history, outcome.summary, job.folder, outcome.best)
@@ -569,11 +573,14 @@ def prepare(
     has_data = len(task.train) > 0
     if not has_data and not world.serves:
         raise ValueError(
-            "the task has no training data, which only a server does without: give Task(train=...)"
+            "the task has no training data, and only a server can run without them: give "
+            "Task(train=...)"
         )
     for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
         if every is not None and every < 1:
-            raise ValueError(f"{name} is {every}, but it counts {strategy.unit}s: at least 1")
+            raise ValueError(
+                f"{name} is {every}, but it is a number of {strategy.unit}s: 1 or more"
+            )
     world.begin(strategy.imports)  # while this process looks at what is asked
     strategy = strategy.planned(task, stop)
     check_data_asks(task, strategy, world.kind)
@@ -652,7 +659,7 @@ def _told_of_files(divided: bool) -> tuple[Proof, ...]:
     reason = why_not() if divided else None
     if reason is None:
         return ()
-    return (Proof(f"the undivided model lies in memory, on every rank: {reason}", 0.0),)
+    return (Proof(f"every rank holds the whole model in memory: {reason}", 0.0),)
 
 
 def _check_kinds(strategy: Strategy, world: World) -> None:
@@ -662,7 +669,7 @@ def _check_kinds(strategy: Strategy, world: World) -> None:
     if world.kind not in strategy.supported_worlds():
         lives = ", or of ".join(map(catalog.worlds_for, strategy.supported_worlds()))
         raise ValueError(
-            f"{type(strategy).__name__} does not live in {type(world).__name__}; it needs a world "
+            f"{type(strategy).__name__} does not run in {type(world).__name__}; it needs a world "
             f"of {lives}"
         )
 
@@ -672,7 +679,8 @@ def _check_bytes(stop: Stop, world: World) -> None:
     alone = world.kind == "ranks" and world.workers == 1
     if alone and stop.bytes is not None and stop.bytes_alone:
         raise ValueError(
-            "bytes alone end no run of one rank, which sends none: give another limit as well"
+            "a limit of bytes cannot end a run of one rank, which sends none: give another limit "
+            "as well"
         )
 
 
@@ -687,7 +695,7 @@ def _check_target(stop: Stop, measured: Sequence[str], serves: bool) -> None:
             # Of the statistics of a metric over clients, one is shown for all.
             shown = [one for one in measured if not is_spread(one) or one.endswith("_p10")]
             raise ValueError(
-                f"the target {name!r} is not measured; there is "
+                f"the target {name!r} is not measured; available metrics: "
                 f"{', '.join(sorted(shown)) or 'no test data'}"
             )
 
@@ -701,15 +709,15 @@ def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
     if world.kind == "clients" and not world.serves and strategy.follows_model:
         if any(str(tensor.device) != there[0] for tensor in tensors):
             raise ValueError(
-                f"the task's model function makes a model on {' and '.join(there)} that is not on "
-                f"one device as a whole: move all of it there"
+                f"the task's model function returns a model on {' and '.join(there)}: move the "
+                "whole model to one device"
             )
         return
     if not any(name.startswith("cuda") for name in strategy.computes_on or world.computes_on):
         raise ValueError(
-            f"the task's model function makes a model on {there[0]}, and here the CPU computes: "
-            f"let it make the model on the CPU. One GPU is used by single-worker with device=cuda, "
-            f"by worlds of threads, and by simulated clients of federated systems"
+            f"the task's model function returns a model on {there[0]}, but this system computes "
+            "on the CPU: return the model on the CPU. A GPU can be used by single-worker with "
+            "device=cuda, by worlds of threads, and by simulated clients of federated systems"
         )
 
 

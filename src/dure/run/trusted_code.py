@@ -119,7 +119,7 @@ class _Known:
         file = references.file_of(place)
         is_known = _is_installed_module(place) if file is None else str(file) in self._begun.files
         if not is_known:
-            raise self._refused(reference, "is not what it was when the run was begun")
+            raise self._refused(reference, "has changed since the run was started")
         if file is None:
             # Imported now, while the working directory is not on the path, so that its own imports
             # do not resolve there either. The caller reports a failed import.
@@ -129,21 +129,21 @@ class _Known:
     def _looked_up(self, reference: str) -> BegunRun:
         content = state.read_state_file(_name(self.config))
         if content is None:
-            raise self._refused(reference, "was not begun on this machine, or was edited since")
+            raise self._refused(reference, "was not started on this machine, or was edited since")
         try:
             begun = msgspec.json.decode(content, type=BegunRun)
         except (ValueError, RecursionError):
-            raise self._refused(reference, "is not known for certain") from None
+            raise self._refused(reference, "cannot be verified") from None
         for file, digest in begun.files.items():
             if _digest_of(Path(file)) != digest:
-                raise self._refused(reference, f"has other code by now: {file} was changed")
+                raise self._refused(reference, f"has changed code: {file} was edited")
         return begun
 
     def _refused(self, reference: str, why: str) -> RunFolderError:
         flag = _flag(reference, self.config)
         return RunFolderError(
-            f"the run in {self.folder} {why}, and its config.json names code, {reference!r}, which "
-            f"is run only if you name it again: {flag} path/to/file.py:NAME"
+            f"the run in {self.folder} {why}, and its config.json names the code {reference!r}, "
+            f"which dure runs only if you name it again: {flag} path/to/file.py:NAME"
         )
 
 

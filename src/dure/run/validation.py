@@ -29,14 +29,14 @@ def check_validation(task: Task, strategy: Strategy, world: World) -> None:
         return
     if world.serves and strategy.trains_at_server:
         raise ValueError(
-            f"{strategy.name} over a network is measured on its clients' own data, and has no "
-            f"place for a validation set: leave validation out"
+            f"{strategy.name} over a network is evaluated on the clients' own data and cannot use "
+            "a validation set: leave validation out"
         )
     if not isinstance(task.validation, float):
         return
     whose = "clients" if world.serves else "ranks"
     if world.serves or isinstance(task.train, (RankDataFactory, RankExamples)):
         raise ValueError(
-            f"validation={task.validation} is a share of the training data, which lie with the "
-            f"{whose}: {OWN}"
+            f"validation={task.validation} is a fraction of the training data, which only the "
+            f"{whose} hold: {OWN}"
         )

@@ -60,7 +60,7 @@ def watch(
     from dure.report.live.page import LivePage
 
     code = new_code()
-    page = LivePage(list(folders), code, "It is in the terminal of dure watch.")
+    page = LivePage(list(folders), code, "The terminal of dure watch prints it.")
     with closing(Listener(page, port)) as listener:
         tell(listener.url, code)
         over: float | None = None

@@ -99,10 +99,10 @@ def check_pieces(
     fit = [other for other in nearest[:MOST_TRIED] if not _has_one(examples, other, ranks, pieces)]
     divided = f" over {ranks} workers" if ranks > 1 else ""
     divided += f" in {pieces} pieces" if pieces > 1 else ""
-    advice = f"take a batch_size of {' or '.join(map(str, fit[:3]))}" if fit else "take more data"
+    advice = f"use a batch_size of {' or '.join(map(str, fit[:3]))}" if fit else "use more data"
     raise ValueError(
-        f"batch_size {size} divides {examples} examples{divided} so that one is alone in a step, "
-        f"and batch norm has no statistics of one example: {advice}"
+        f"batch_size {size} divides {examples} examples{divided} so that a step has a single "
+        f"example, for which batch norm cannot compute statistics: {advice}"
     )
 
 
@@ -117,8 +117,8 @@ def check_rank_pieces(
     alone = any(1 in _parts(share, min(pieces, share)) for share in shares)
     if alone and needs_two(model, examples, examples.first):
         raise ValueError(
-            f"in batches of {size} a rank has one of its own examples alone in a step, and batch "
-            f"norm has no statistics of one example: take another batch_size"
+            f"with batches of {size}, a step has a single example of a rank, for which batch norm "
+            "cannot compute statistics: use another batch_size"
         )
 
 
@@ -132,8 +132,8 @@ def check_own_batches(
     """
     if pieces > 1 and needs_two(model, examples_for(task)[0], task.train.first):
         raise ValueError(
-            f"accumulate={pieces} may leave one of a worker's own examples alone in a piece, and "
-            f"batch norm has no statistics of one example: take accumulate=1"
+            f"accumulate={pieces} may leave a single example of a worker in a piece, for which "
+            "batch norm cannot compute statistics: use accumulate=1"
         )
     ranks = workers or 1
     lies = task.train.rank_counts
@@ -141,8 +141,8 @@ def check_own_batches(
     own = least if batch_size is None else min(least, -(-batch_size // ranks))
     if own < 2 and needs_two(model, examples_for(task)[0], task.train.first):
         raise ValueError(
-            f"each of {ranks} workers has one example in a step, and batch norm has no statistics "
-            f"of one example: take a batch_size of more than {ranks}, or fewer workers"
+            f"each of {ranks} workers has a single example in a step, for which batch norm cannot "
+            f"compute statistics: use a batch_size of more than {ranks}, or fewer workers"
         )
 
 

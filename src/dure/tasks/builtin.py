@@ -157,7 +157,7 @@ def shakespeare(
         width: units of a layer; by default 256 for the lstm and 128 for the transformer.
     """
     if width is not None and width < 1:
-        raise ValueError(f"width is {width}, but a layer has at least one unit")
+        raise ValueError(f"width is {width}, but it has to be 1 or more")
     text = read_shakespeare(data, sequence_length)
     wide: dict[str, Any] = {} if width is None else {"width": width}
     factory = _chosen(
@@ -246,7 +246,9 @@ def _require(folder: Path, files: Sequence[tuple[str, ...]], published: str) -> 
     missing = [" or ".join(names) for names, file in zip(files, found, strict=True) if file is None]
     if missing:
         where = (
-            f"{folder} lacks" if folder.is_dir() else f"there is no folder {folder}; it has to hold"
+            f"{folder} lacks"
+            if folder.is_dir()
+            else f"there is no folder {folder}; it has to contain"
         )
         raise DataError(f"{where} {', '.join(missing)}; they are published at {published}")
     return [file for file in found if file is not None]
@@ -269,15 +271,11 @@ def load_task(reference: str, **options: Any) -> Task:
     if there is no such task, or for unknown or missing options; DataError if data are missing.
     """
     if not isinstance(reference, str):
-        raise ValueError(
-            f"a task is loaded by its name, such as 'digits', and {shown(reference)} is no text"
-        )
+        raise ValueError(f"load a task by its name, a str such as 'digits', not {shown(reference)}")
     found = task_factory(reference)
     if isinstance(found, Task):
         if options:
-            raise ValueError(
-                f"the task {reference} takes no options, so {_flags(options)} cannot be given"
-            )
+            raise ValueError(f"the task {reference} takes no options: leave out {_flags(options)}")
         task = found
     else:
         options = _bound(found, reference, options)
@@ -317,7 +315,8 @@ def _built_in(name: str) -> TaskFactory:
         return _FACTORIES[known]
     if references.is_file(name):
         raise ValueError(
-            f"which task of {name}? Write {name}:NAME, where NAME is a dure.Task or returns one"
+            f"{name} does not name a task: write {name}:NAME, where NAME is a dure.Task or a "
+            "function that returns one"
         )
     raise ValueError(
         f"there is no task {name!r}{suggestion(name, BUILT_IN)}, or path/to/file.py:name"

@@ -85,17 +85,17 @@ class _Trial:
         place, outputs = self._fails(inputs, targets)
         if place == "model" and self._fails(as_dtype(inputs, self.dtype), targets)[0] != "model":
             raise ValueError(
-                f"the {self.name} inputs are {_named(inputs)} and the model computes in "
-                f"{self.dtype}, which torch does not mix: Task(dtype={self.dtype}) casts the "
-                f"inputs, or let the model be {_named(inputs)}"
+                f"the {self.name} inputs are {_named(inputs)} and the model is {self.dtype}, "
+                f"which torch cannot combine: cast the inputs with Task(dtype={self.dtype}), or "
+                f"convert the model to {_named(inputs)}"
             )
         if place != "loss" or outputs is None:
             return
         if self._fails(inputs, cast_floating(targets, outputs))[0] is None:
             raise ValueError(
                 f"the {self.name} targets are {_named(targets)} and the model's outputs "
-                f"{outputs}, which the loss does not mix: give targets in {outputs}, or cast "
-                f"one of them in the loss"
+                f"{outputs}, which the loss cannot combine: give targets in {outputs}, or cast "
+                "one of them in the loss"
             )
 
     def _fails(self, inputs: Any, targets: Any) -> tuple[str | None, torch.dtype | None]:

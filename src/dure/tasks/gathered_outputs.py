@@ -50,7 +50,9 @@ class GatheredOutputs:
             self._check_memory(leaves, count)
             self._leaves = [self._room(leaf, count) for leaf in leaves]
         if spec != self._spec:
-            raise self._refusal(f"the model gives {spec} for one batch and {self._spec} for others")
+            raise self._refusal(
+                f"the model returns {spec} for one batch and {self._spec} for others"
+            )
         for number, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
             if shape != self._shapes[number]:
                 raise self._refusal(
@@ -114,12 +116,12 @@ class GatheredOutputs:
         if not isinstance(leaf, Tensor):
             if leaf is None or isinstance(leaf, (bool, int, float, str)):
                 return leaf
-            raise self._refusal(f"a {type(leaf).__name__} cannot be put after another")
+            raise self._refusal(f"a {type(leaf).__name__} cannot be concatenated")
         # Several rows an example, such as the positions of a text, are allowed too.
         if leaf.ndim and not len(leaf) % count and len(leaf) and leaf.layout == torch.strided:
             return leaf.dtype, (len(leaf) // count, *leaf.shape[1:])
         raise self._refusal(
-            f"a tensor of shape {list(leaf.shape)} for {count} examples cannot be put after another"
+            f"a tensor of shape {list(leaf.shape)} for {count} examples cannot be concatenated"
         )
 
     def _room(self, leaf: Any, count: int) -> Any:
@@ -148,8 +150,8 @@ def gathering_error(metrics: Sequence[str], why: str) -> ValueError:
     """Return the error for metrics that need everything at once, with the reason and the remedy."""
     return ValueError(
         f"the metric {' or '.join(map(repr, metrics))} needs all outputs and targets at once, but "
-        f"{why}; write it as sums over batches: dure.SumMetric(update, compute), or a pair (sum, "
-        f"count)"
+        f"{why}; define it as sums over batches: dure.SumMetric(update, compute), or a pair (sum, "
+        "count)"
     )
 
 

@@ -27,9 +27,7 @@ class AccumulatedLoss(NamedTuple):
 def check_accumulate(accumulate: int) -> None:
     """Raise ValueError for a number of pieces below 1."""
     if accumulate < 1:
-        raise ValueError(
-            f"accumulate is {accumulate}, but a part is computed in at least one piece"
-        )
+        raise ValueError(f"accumulate is {accumulate}, but it has to be 1 or more")
 
 
 def accumulate_gradient(

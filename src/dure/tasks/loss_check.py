@@ -33,8 +33,8 @@ def check_loss(task: Task) -> None:
         return
     raise ValueError(
         f"the loss {name_of(task.loss)} has the reduction {reduction_of(found[1])!r}, but a loss "
-        f"is the mean over its batch: let it be 'mean', or give a function that returns (sum, "
-        f"count)"
+        "has to be the mean over its batch: use 'mean', or give a function that returns (sum, "
+        "count)"
     )
 
 
@@ -53,9 +53,9 @@ def warn_of_ignored_targets(task: Task, model: Callable[[], nn.Module], stacklev
     if _returns_pair(task, model()):
         return
     warnings.warn(
-        f"targets hold {ignored}, which the loss {name_of(task.loss)} may ignore, but it does not "
-        f"say how many it counts, so that parts of a batch are weighed by their examples: let it "
-        f"return (sum, count)",
+        f"targets contain {ignored}, which the loss {name_of(task.loss)} may ignore, but it does "
+        "not return how many targets it counts, so parts of a batch are weighted by their number "
+        "of examples: return (sum, count)",
         stacklevel=stacklevel + 1,
     )
 

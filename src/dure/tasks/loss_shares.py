@@ -235,15 +235,15 @@ def _are_classes(targets: Any) -> bool:
 
 def _pair(value: tuple[Any, ...]) -> tuple[Tensor, float]:
     """Return a loss's (sum, count). Raises ValueError for anything else."""
-    wanted = "a loss is the mean over its batch, or a pair (sum, count) of two numbers"
+    wanted = "a loss has to be the mean over its batch, or a pair (sum, count) of two numbers"
     if len(value) != 2:
         raise ValueError(f"the loss returned {len(value)} values, but {wanted}")
     total, count = value
     if not isinstance(total, Tensor) or total.numel() != 1:
-        raise ValueError(f"the loss returned a sum that is no scalar tensor, but {wanted}")
+        raise ValueError(f"the loss returned a sum that is not a scalar tensor, but {wanted}")
     if isinstance(count, Tensor) and count.numel() != 1:
         raise ValueError(f"the loss returned a count of shape {list(count.shape)}, but {wanted}")
     number = float(count)
     if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"the loss returned the count {number}, but it counts 0 or more")
+        raise ValueError(f"the loss returned the count {number}, but it has to be 0 or more")
     return total, number

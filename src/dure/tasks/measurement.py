@@ -125,7 +125,7 @@ class Measurement:
             if one != other:
                 here = f"; here {tally.failure}" if tally.failure is not None else ""
                 raise ValueError(
-                    f"the metric {tally.name!r} gives different things on different ranks: "
+                    f"the metric {tally.name!r} returns different things on different ranks: "
                     f"numbers, pairs, or sums of different shapes{here}"
                 )
 

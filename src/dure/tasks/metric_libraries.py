@@ -78,11 +78,11 @@ def _of_sklearn(metric: Callable[..., Any], outputs: Any, targets: Any) -> Any:
     function = _function(metric)
     first, second = [*inspect.signature(function).parameters, "", ""][:2]
     if first not in ("y_true", "labels_true", "y1"):
-        raise ValueError(f"{function.__name__} compares no predictions with targets")
+        raise ValueError(f"{function.__name__} does not compare predictions with targets")
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         raise ValueError(
             f"{function.__name__} takes tensors, and the model's outputs or the targets are more "
-            f"than one: call it in a function of your own"
+            "than one: call it in your own function"
         )
     if "_regression" in function.__module__ or second == "pred_decision":
         given = outputs
@@ -100,8 +100,8 @@ def _classes(outputs: Tensor, targets: Tensor, name: str) -> tuple[Tensor, Tenso
     if outputs.is_floating_point():
         raise ValueError(
             f"{name} takes predicted classes, and outputs of shape {list(outputs.shape)} are one "
-            f"score each for targets of shape {list(targets.shape)}: say what they predict, such "
-            f"as lambda outputs, targets: {name}(targets, outputs > 0)"
+            f"score each for targets of shape {list(targets.shape)}: convert them to classes, "
+            f"such as lambda outputs, targets: {name}(targets, outputs > 0)"
         )
     return outputs, targets
 
@@ -118,9 +118,9 @@ def _probabilities(
         return (scores[:, 1] if scores.shape[1] == 2 else scores), targets
     if not order:
         raise ValueError(
-            f"{name} takes probabilities, and outputs of shape {list(outputs.shape)} are one score "
-            f"each for targets of shape {list(targets.shape)}: say what they are, such as "
-            f"lambda outputs, targets: {name}(targets, outputs.sigmoid())"
+            f"{name} takes probabilities, and outputs of shape {list(outputs.shape)} are one "
+            f"score each for targets of shape {list(targets.shape)}: convert them to "
+            f"probabilities, such as lambda outputs, targets: {name}(targets, outputs.sigmoid())"
         )
     # A column of scores is a score for each example.
     return _column(outputs), _column(targets)

@@ -152,8 +152,8 @@ class MetricState:
             self.waits = False
         if (spec, shapes) != (self._spec, self._shapes):
             raise ValueError(
-                f"the metric {self.name!r} gives sums of shapes {_told(shapes)} for one batch and "
-                f"{_told(self._shapes)} for another: they are added, and have to be alike"
+                f"the metric {self.name!r} returns sums of shapes {_told(shapes)} for one batch "
+                f"and {_told(self._shapes)} for another, but shapes have to be equal to be added"
             )
         self._sums += torch.cat([tensor.reshape(-1) for tensor in tensors])
 
@@ -171,7 +171,7 @@ class MetricState:
     def _pair(self, value: Any) -> tuple[float, float]:
         if not _is_pair(value):
             raise ValueError(
-                f"the metric {self.name!r} gives a pair (sum, count) for one batch and "
+                f"the metric {self.name!r} returns a pair (sum, count) for one batch and "
                 f"{_kind(value)} for another"
             )
         try:
@@ -188,9 +188,9 @@ class MetricState:
 
     def _refusal(self, value: Any) -> ValueError:
         return ValueError(
-            f"the metric {self.name!r} gives {_kind(value)}: it has to give one number, or a pair "
-            f"(sum, count) of numbers; sums of other shapes are what dure.SumMetric(update, "
-            f"compute) adds"
+            f"the metric {self.name!r} returns {_kind(value)}, but has to return one number, or a "
+            "pair (sum, count) of numbers; for sums of other shapes use dure.SumMetric(update, "
+            "compute)"
         )
 
 

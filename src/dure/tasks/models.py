@@ -143,7 +143,9 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
-            raise ValueError(f"the depth of this ResNet is 6n + 2, so 8, 14, 20, ..., not {depth}")
+            raise ValueError(
+                f"the depth of this ResNet has to be 6n + 2, such as 8, 14 or 20, not {depth}"
+            )
         if width < 1 or width % groups:
             raise ValueError(f"the width has to be a multiple of the {groups} groups, not {width}")
         self.stem = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)

@@ -70,7 +70,9 @@ class ModelParts(nn.Module):
         """Apply the parts in order. Raises ValueError if a part in the middle is missing."""
         parts = self.there
         if parts and len(parts) != max(parts) - min(parts) + 1:
-            raise ValueError("the tail is with the server, and nothing leads from head to end")
+            raise ValueError(
+                "the server has the tail, and head and end are not connected without it"
+            )
         values = inputs
         for part in parts.values():
             values = part(values)
@@ -96,8 +98,8 @@ class _Parts:
             made[name] = make()
             if not isinstance(made[name], nn.Module):
                 raise ValueError(
-                    f"the function that makes the {name} returned a {type(made[name]).__name__}, "
-                    f"not an nn.Module"
+                    f"the function for the {name} returned a {type(made[name]).__name__}, not an "
+                    "nn.Module"
                 )
         return ModelParts(**made)
 
@@ -110,7 +112,7 @@ def _own(model: MakeModule, name: str) -> MakeModule:
 
 def _elsewhere(outputs: Any, targets: Any) -> Any:
     """Placeholder for a loss of the other side; raises ValueError."""
-    raise ValueError("the loss is in the other file, and is computed there")
+    raise ValueError("the loss is in the other file and is computed there")
 
 
 def has_loss(task: Task) -> bool:
@@ -143,16 +145,17 @@ class HeadTask(Task):
             not callable(self.end) or isinstance(self.end, (nn.Module, Optimizer))
         ):
             raise ValueError(
-                "HeadTask(end=...) has to be a function that makes a fresh module, not an instance"
+                "HeadTask(end=...) has to be a function that returns a new module, not an instance"
             )
         if self.end is None and has_loss(self):
             raise ValueError(
-                "HeadTask has a loss and no end: without an end the labels go to the server, whose "
-                "TailTask has the loss; give end too, or leave the loss out"
+                "HeadTask has a loss but no end: without an end the labels are sent to the "
+                "server, whose TailTask has the loss; give an end too, or leave the loss out"
             )
         if self.end is not None and not has_loss(self):
             raise ValueError(
-                "HeadTask has an end, with which the labels stay, and no loss: give the loss here"
+                "HeadTask has an end, so the labels stay with the client, but no loss: give the "
+                "loss here"
             )
         object.__setattr__(self, "model", _Parts(head=_own(self.model, "head"), end=self.end))
 
@@ -175,7 +178,7 @@ class TailTask(Task):
         super().__post_init__()
         if len(self.train) or self.test is not None:
             raise ValueError(
-                "TailTask has data, which a server has none of: they belong to the HeadTask"
+                "TailTask has data, but the server needs none: give them to the HeadTask"
             )
         object.__setattr__(self, "model", _Parts(tail=_own(self.model, "tail")))
 
@@ -210,13 +213,13 @@ def joined(head: HeadTask, tail: TailTask, name: str | None = None) -> JoinedTas
         )
     if head.end is not None and has_loss(tail):
         raise ValueError(
-            "both have a loss: the head's task has an end, with which the labels stay with the "
-            "client, so leave the tail's loss out"
+            "both tasks have a loss: the head's task has an end, so the labels stay with the "
+            "client; leave the tail's loss out"
         )
     if head.end is None and not has_loss(tail):
         raise ValueError(
-            "neither has a loss: give it to the tail's task, to which the labels go, or to the "
-            "head's together with an end"
+            "neither task has a loss: give it to the tail's task, which receives the labels, or "
+            "to the head's task together with an end"
         )
     as_one = (
         _same(head.optimizer, tail.optimizer)
@@ -247,9 +250,9 @@ def _two_optimizers(parameters: Any) -> Optimizer:
 
 
 _TWO = (
-    "head and tail have optimizers, schedules or fields such as clip_norm of their own, and this "
-    "system trains the model as one: give both tasks the same, or train by split, parallel-split "
-    "or split-fed"
+    "head and tail have different optimizers, schedules or fields such as clip_norm, but this "
+    "system trains the model as a whole: give both tasks the same, or train by split, "
+    "parallel-split or split-fed"
 )
 
 
@@ -272,8 +275,8 @@ def check_whole(task: Task, takes_parts: bool, serves: bool) -> None:
     if isinstance(task, (HeadTask, TailTask)) and not (takes_parts and serves):
         this, other = ("head", "tail") if isinstance(task, HeadTask) else ("tail", "head")
         raise ValueError(
-            f"this is the task of a {this} alone: to train it here, with the {other}, make one of "
-            f"both by dure.joined(head, tail)"
+            f"this task has only the {this}: to train it here together with the {other}, join "
+            "both with dure.joined(head, tail)"
         )
     if isinstance(task, JoinedTask) and not takes_parts and task.optimizer is _two_optimizers:
         raise ValueError(_TWO)

@@ -65,21 +65,21 @@ def differences(theirs: TaskDescription, ours: TaskDescription) -> list[str]:
         if name not in theirs.forms:
             found.append(f"{name} is missing")
         elif theirs.forms[name] != form:
-            found.append(f"{name} is {_form(theirs.forms[name])}, and {_form(form)} at the server")
+            found.append(f"{name} is {_form(theirs.forms[name])}, but {_form(form)} at the server")
     found += [f"the server has no {name}" for name in theirs.forms if name not in ours.forms]
     # Different frozen weights are no difference: a site takes over the server's.
     if (theirs.frozen is None) != (ours.frozen is None):
-        found.append("other parameters are frozen than at the server")
+        found.append("the server freezes other parameters")
     for what in ("loss", "optimizer"):
         mine = getattr(theirs, what)
         served = getattr(ours, what)
         if mine != served:
-            found.append(f"the {what} is {mine}, and {served} at the server")
+            found.append(f"the {what} is {mine}, but {served} at the server")
     for part in sorted(theirs.asks.keys() | ours.asks.keys()):
         mine = theirs.asks.get(part, "not asked for")
         served = ours.asks.get(part, "not asked for")
         if mine != served:
-            found.append(f"{part} is {mine}, and {served} at the server")
+            found.append(f"{part} is {mine}, but {served} at the server")
     if theirs.features and ours.features and theirs.features != ours.features:
         found.append(_features(theirs.features, ours.features))
     return found
@@ -119,8 +119,8 @@ def _features(theirs: list[str], ours: list[str]) -> str:
     pairs = zip(theirs, ours, strict=False)
     place = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
     if place is None:
-        return f"it has {len(theirs)} features, and the server {len(ours)}"
-    return f"feature {place} is {theirs[place]!r}, and {ours[place]!r} at the server"
+        return f"it has {len(theirs)} features, but the server has {len(ours)}"
+    return f"feature {place} is {theirs[place]!r}, but {ours[place]!r} at the server"
 
 
 def machine_of(engine: str, threads: int) -> Machine:

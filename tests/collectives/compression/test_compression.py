@@ -290,7 +290,7 @@ def test_a_text_names_a_compression(text: str, compression: Compression) -> None
         ("qsgd:0", "qsgd: there are 1 to 32767 levels, not 0"),
         ("qsgd:1:12", "qsgd: the bucket is a positive multiple of 8, not 12"),
         ("power-sgd:0", "power-sgd: the rank is at least 1, not 0"),
-        ("power-sgd:1.5", "'1.5' is not a whole number"),
+        ("power-sgd:1.5", "'1.5' is not an integer"),
         ("power-sgd:1:-1", "the least compression is at least 0"),
         ("power-sgd:1:0:-1", "starts after 0 calls or more"),
     ],

@@ -92,15 +92,15 @@ def test_samples_and_epochs_count_every_local_pass():
 @pytest.mark.parametrize(
     ("strategy", "complaint"),
     [
-        (FedAvg(fraction=0.0), "fraction is 0.0, but a share of the clients is in (0, 1]"),
+        (FedAvg(fraction=0.0), "fraction is 0.0, but it has to be in (0, 1]"),
         (FedAvg(fraction=1.5), "fraction is 1.5"),
         (FedAvg(fraction=float("nan")), "fraction is nan"),
-        (FedAvg(clients=0), "clients is 0, but a federation has at least one"),
-        (FedAvg(clients=42), "42 clients are more than the 41 training examples"),
-        (FedAvg(local_epochs=0), "local_epochs is 0, but a client makes at least one pass"),
-        (FedAvg(local_steps=0), "local_steps is 0, but a client makes at least one step"),
-        (FedAvg(batch_size=0), "batch_size is 0, but a batch has at least one example"),
-        (FedAvg(server_lr=0.0), "server_lr is 0.0, but the model has to move"),
+        (FedAvg(clients=0), "clients is 0, but it has to be 1 or more"),
+        (FedAvg(clients=42), "the run has 42 clients, but only 41 training examples"),
+        (FedAvg(local_epochs=0), "local_epochs is 0, but it has to be 1 or more"),
+        (FedAvg(local_steps=0), "local_steps is 0, but it has to be 1 or more"),
+        (FedAvg(batch_size=0), "batch_size is 0, but it has to be 1 or more"),
+        (FedAvg(server_lr=0.0), "server_lr is 0.0, but it has to be greater than 0"),
         (FedAvg(clients=20, partition=LabelShards(3)), "41 examples cannot be cut into 60 shards"),
         (
             FedAvg(clients=2, partition=NaturalKey()),
@@ -125,7 +125,7 @@ def test_a_partition_by_label_wants_labels():
 
 def test_ranks_are_no_clients():
     with pytest.raises(
-        ValueError, match=r"FedAvg does not live in Processes; it needs a world of clients"
+        ValueError, match=r"FedAvg does not run in Processes; it needs a world of clients"
     ):
         dure.train(small_task(), FedAvg(), dure.Processes(2))
 

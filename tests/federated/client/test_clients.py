@@ -36,7 +36,7 @@ def clients_of(strategy: Any, task: dure.Task) -> Any:
 @pytest.mark.parametrize("client", [-1, 3, 1_000])
 def test_an_assignment_for_nobody_is_refused(client: int) -> None:
     clients = clients_of(dure.FedAvg(clients=3), small_task())
-    with pytest.raises(ValueError, match=f"there is no client {client} among 3"):
+    with pytest.raises(ValueError, match=f"there is no client {client}: there are 3 clients"):
         clients.receive(asked(client))
 
 

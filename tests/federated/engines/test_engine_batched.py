@@ -405,7 +405,7 @@ def fails_without_words(outputs, targets):
         ({"loss": fails_without_words}, "the loss fails: AssertionError"),
         ({"loss": nn.NLLLoss()}, "the loss is NLLLoss"),
         ({"loss": lambda outputs, targets: (outputs.sum(), 0)}, "the loss counts nothing"),
-        ({"loss": lambda outputs, targets: (outputs, 1)}, "a sum that is no scalar tensor"),
+        ({"loss": lambda outputs, targets: (outputs, 1)}, "a sum that is not a scalar tensor"),
         (
             {"loss": lambda outputs, targets: F.cross_entropy(outputs, targets)},
             "the loss is <lambda>",

@@ -138,9 +138,9 @@ def test_a_client_elsewhere_draws_from_its_own_system() -> None:
     ("strategy", "world", "reason"),
     [
         (fed_avg(), dure.Simulated(engine="batched"), "the engine batched does not clip"),
-        (fed_avg(epsilon=3.0), dure.Simulated(), "no noise is chosen for an epsilon"),
+        (fed_avg(epsilon=3.0), dure.Simulated(), "the noise cannot be chosen for an epsilon"),
         (fed_avg(held_out=0.2, fine_tune=1), dure.Simulated(), "fine_tune trains"),
-        (fed_avg(), dure.Simulated(arrival="arriving:0.1:3600"), "other examples at other times"),
+        (fed_avg(), dure.Simulated(arrival="arriving:0.1:3600"), "examples change over time"),
         (dure.Ditto(clients=4, privacy="dp-sgd:1:1"), dure.Simulated(), "a client of ditto"),
     ],
 )

@@ -87,7 +87,7 @@ def test_a_server_that_goes_through_a_round_again_shows_the_same_and_pays_once(
 def test_noise_that_is_lost_was_paid_for_and_new_noise_is_paid_for_again(tmp_path: Path) -> None:
     rounds(Disk(), tmp_path).release(0)
     second = rounds(Disk(), tmp_path)
-    with pytest.warns(UserWarning, match="paid for again"):
+    with pytest.warns(UserWarning, match="counted again"):
         second.release(0)
     assert second.ledger.spent == [Releases(0.5, 1.5, 2)]
 

@@ -48,7 +48,7 @@ def test_epochs_of_clients_whose_examples_nobody_counts_are_their_passes(passes:
 
 def test_epochs_are_refused_where_nobody_can_count_passes() -> None:
     strategy = dure.FedAvg(clients=10, privacy=f"{SECURE}/user-level:0.5:1", local_steps=2)
-    with pytest.raises(ValueError, match=r"epochs count passes over the data.*give rounds"):
+    with pytest.raises(ValueError, match=r"epochs cannot be counted with local_steps.*give rounds"):
         dure.train(small_task(), strategy, stop=dure.Stop(epochs=6))
 
 
@@ -96,8 +96,8 @@ def test_the_same_seed_gives_the_same_bits() -> None:
 @pytest.mark.parametrize(
     ("user", "said"),
     [
-        ("user-level:1:1:local", "take distributed"),
-        ("user-level:1:1:server:adaptive", "take flat or layers"),
+        ("user-level:1:1:local", "use distributed"),
+        ("user-level:1:1:server:adaptive", "use flat or layers"),
         ("user-level:inf:0", "clip is inf"),
     ],
 )

@@ -246,7 +246,7 @@ def test_local_noise_is_in_what_is_sent_and_each_client_has_its_account() -> Non
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (strategy(dure.FedAsync, fraction=0.1), "fed-async has none: take fed-avg"),
+        (strategy(dure.FedAsync, fraction=0.1), "fed-async has none: use fed-avg"),
         (strategy(dure.FedBuff), "fed-buff has none"),
         (strategy(selection="uniform:1.3"), "leave it out, or write coins"),
         (strategy(selection="weighted"), "leave it out, or write coins"),
@@ -255,12 +255,12 @@ def test_local_noise_is_in_what_is_sent_and_each_client_has_its_account() -> Non
         (strategy(dure.ByzantineGD), "the rule geometric-median-of-means"),
         (strategy(privacy="user-level:1:1:distributed"), "write secure-aggregation/ before it"),
         (strategy(privacy="user-level:inf:1"), "give a clip"),
-        (strategy(privacy="user-level:1:1:local:adaptive"), "take flat or layers"),
-        (strategy(epsilon=0.0), "a budget is above 0"),
-        (strategy(epsilon=0.1), "one round alone tells"),
+        (strategy(privacy="user-level:1:1:local:adaptive"), "use flat or layers"),
+        (strategy(epsilon=0.0), "it has to be greater than 0"),
+        (strategy(epsilon=0.1), "one round alone costs"),
         (strategy(delta=0.0), "delta is 0.0"),
-        (strategy(delta=0.1), "would allow to publish one of them"),
-        (dure.FedAvg(epsilon=8.0), "give --privacy user-level"),
+        (strategy(delta=0.1), "would allow publishing one"),
+        (dure.FedAvg(epsilon=8.0), "add --privacy user-level"),
     ],
 )
 def test_what_would_break_the_promise_is_refused_by_name(other: Any, reason: str) -> None:

@@ -168,10 +168,10 @@ def test_where_most_are_away_those_who_are_there_are_not_asked_more_often() -> N
 def test_asking_more_or_beginning_again_is_refused() -> None:
     assert str(parse("coins:1:60")) == "coins:1.0:60.0"
     for text in ("coins:1.3", "coins:1:60:8"):
-        with pytest.raises(ValueError, match="asked more often than their coins say"):
+        with pytest.raises(ValueError, match="asked more often than their coins determine"):
             parse(text)
 
 
 def test_a_pacing_of_coins_needs_somebody_who_tosses_them() -> None:
-    with pytest.raises(ValueError, match="tosses coins"):
+    with pytest.raises(ValueError, match="a selection by coins"):
         server(3, SynchronousPacing(0.5, PerClientPoisson()))

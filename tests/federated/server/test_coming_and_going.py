@@ -267,7 +267,7 @@ def test_rounds_that_end_in_vain_at_their_deadline_are_told_too() -> None:
         one.tick(float(now))
     assert told == [
         "round 1 ended 10 times with fewer than 1 updates at its deadline: "
-        "give it more time, ask more clients, or take a smaller minimum"
+        "give it more time, select more clients, or set a smaller minimum"
     ]
 
 

@@ -275,7 +275,7 @@ def test_where_nobody_is_there_it_asks_again_later_and_gives_up_at_last(
             now = one.wake
 
     with pytest.raises(
-        TooFewClientsError, match="no client answered in 5 attempts to go on with round 1"
+        TooFewClientsError, match="no client answered in 5 attempts to continue with round 1"
     ):
         ask_forever()
 
@@ -473,7 +473,7 @@ def test_an_update_is_folded_once_and_only_where_it_is_combined() -> None:
     one = server(2)
     first, second = assigned(one.tick(0.0))
     with pytest.raises(
-        ValueError, match="nobody waits for the update with ticket 0, or it was folded already"
+        ValueError, match="the update with ticket 0 is not expected, or was already aggregated"
     ):
         one.fold(answer(first))
     one.update(first.ticket, 0.0)
@@ -507,7 +507,7 @@ def test_where_every_update_of_many_rounds_is_refused_it_gives_up_with_the_reaso
     again.restore(tree_from_bytes(tree_to_bytes(one.state())))
     for each in (one, again):
         with pytest.raises(
-            TooFewClientsError, match="in 100 rounds in a row every update was refused: it is"
+            TooFewClientsError, match="every update was rejected in 100 rounds in a row: it is"
         ):
             refuse_all(each)
 

@@ -30,8 +30,8 @@ def test_a_server_that_goes_on_alone_says_so_and_names_who_has_left() -> None:
     told = one.made(2, [0], [10, 30, 60], {0}, knows_sizes=True)
     assert told is not None
     assert told.startswith(
-        "round 2: 1 of 3 clients is there, without client 1, client 2, who left; the new model is "
-        "of 10% of the examples"
+        "round 2: 1 of 3 clients is connected, without client 1, client 2, who left; the new model "
+        "is of 10% of the examples"
     )
     assert one.made(3, [0], [10, 30, 60], {0}, knows_sizes=True) is None
     assert one.facts() == {

@@ -352,13 +352,13 @@ def test_time_is_told_apart_and_every_rank_has_a_lane(tmp_path: Path) -> None:
     [
         (dure.DataParallel(0), 2, "batch_size is 0"),
         (dure.DataParallel(4), 8, "a joint batch of 4 cannot be divided over 8 workers"),
-        (dure.DataParallel(None), 50, "50 workers are more than the 41 training examples"),
+        (dure.DataParallel(None), 50, "the run has 50 workers, but only 41 training examples"),
         (dure.DataParallel(8, "rings"), 2, "there is no all-reduce 'rings'"),  # type: ignore[arg-type]
         (dure.DataParallel(8, accumulate=0), 2, "accumulate is 0"),
         (dure.DataParallel(8, bucket_bytes=0), 2, "bucket_bytes is 0"),
         (dure.DataParallel(8, overlap="maybe"), 2, "overlap is 'maybe'"),  # type: ignore[arg-type]
-        (dure.SingleWorker(8), 2, "SingleWorker is one worker, but the world has 2"),
-        (dure.FedAvg(4), 2, "FedAvg does not live in Processes"),
+        (dure.SingleWorker(8), 2, "SingleWorker has one worker, but the world has 2"),
+        (dure.FedAvg(4), 2, "FedAvg does not run in Processes"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_any_work(

@@ -195,9 +195,9 @@ def test_groups_of_an_optimizer_may_go_by_place(strategy: Any, ranks: int) -> No
 @pytest.mark.parametrize("kind", [2.0, float("inf")])
 def test_an_optimizer_that_looks_at_all_gradients_is_not_divided(kind: float) -> None:
     optimizer = Normalised(layers().parameters(), kind=kind)
-    with pytest.raises(ValueError, match="parameters apart otherwise than together"):
+    with pytest.raises(ValueError, match="parameters apart differently than all together"):
         check_parameter_wise(optimizer)
-    with pytest.raises(ValueError, match="pieces of a matrix otherwise than together"):
+    with pytest.raises(ValueError, match="pieces of a matrix differently than all together"):
         check_element_wise(optimizer)
     task = small_task(optimizer=partial(Normalised, kind=kind))
     for strategy in (dure.Pipeline(8, 2), dure.ZeRO(2, 8)):
@@ -240,7 +240,7 @@ class Renormed(nn.Module):
             False,
             "recomputation would change it again",
         ),
-        (dure.Parallel(dure.Mesh(data=2), 8), False, "replicas would go apart"),
+        (dure.Parallel(dure.Mesh(data=2), 8), False, "replicas would diverge"),
     ],
 )
 def test_replicas_whose_forward_passes_change_weights_are_refused(

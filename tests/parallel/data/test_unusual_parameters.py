@@ -209,7 +209,7 @@ def test_hooks_of_parameters_see_their_gradients(strategy: Any) -> None:
 
 
 def test_layers_whose_parameters_have_hooks_are_not_divided() -> None:
-    with pytest.raises(ValueError, match="no ready plan"):
+    with pytest.raises(ValueError, match="no built-in plan"):
         train(small_task(model=hooked), dure.TensorParallel(8))
 
 

@@ -84,9 +84,9 @@ def shared() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "complaint"),
     [
-        (Residual, "the model is no chain of its layers"),
-        (HiddenDropout, "the model is no chain of its layers"),
-        (lambda: nn.Linear(FEATURES, CLASSES).double(), "the model is no chain of its layers"),
+        (Residual, "the model is not a chain of its layers"),
+        (HiddenDropout, "the model is not a chain of its layers"),
+        (lambda: nn.Linear(FEATURES, CLASSES).double(), "the model is not a chain of its layers"),
         (
             lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES).double()),
             "2 threads cannot divide 1 layers",
@@ -160,7 +160,7 @@ def test_what_a_forward_pass_does_to_gradients_between_layers_is_no_chain(
     model: Callable[[], nn.Module],
 ) -> None:
     task = small_task(model=model)
-    with pytest.raises(ValueError, match="give other gradients"):
+    with pytest.raises(ValueError, match="have other gradients"):
         check_chain(task, seeded_model(task, 0), 2)
 
 

@@ -173,11 +173,11 @@ def test_operations_are_two_for_each_weight_and_output() -> None:
         ),
         (
             lambda: im2col(torch.ones(1, 1, 4, 4), 2, stride=0),
-            "the stride of a convolution is at least 1",
+            "the stride of a convolution has to be at least 1",
         ),
         (
             lambda: im2col(torch.ones(1, 1, 4, 4), 2, padding=-1),
-            "the padding of a convolution is at least 0",
+            "the padding of a convolution has to be at least 0",
         ),
         (
             lambda: col2im(torch.ones(4, 4), (1, 1, 4, 4), 2),

@@ -151,7 +151,7 @@ def test_several_devices_are_refused_before_any_work(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="compute on one device: name only one"):
+    with pytest.raises(ValueError, match="compute on one device: give only one"):
         train(small_task(), dure.Threads(2, devices=("cuda:0", "cuda:1")), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

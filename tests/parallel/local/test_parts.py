@@ -44,7 +44,7 @@ def test_gradients_go_back_to_the_parts() -> None:
         ([torch.tensor(1.0), torch.tensor(2.0)], r"shape \(\) for 2 examples"),
         ([torch.ones(1, 2), torch.ones(1, 3)], r"shape \(1, 2\) for 2 examples"),
         ([{"a": torch.ones(2)}, {"b": torch.ones(3)}], "different structures"),
-        ([1, 2], r"returned \[1, 2\], one a worker"),
+        ([1, 2], r"returned \[1, 2\], one per worker"),
     ],
 )
 def test_what_cannot_be_joined_is_said(trees: list[Any], complaint: str) -> None:

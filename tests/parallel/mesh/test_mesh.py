@@ -45,9 +45,7 @@ def test_the_order_of_the_axes() -> None:
 
 @pytest.mark.parametrize("axis", AXES)
 def test_a_degree_below_one_is_refused(axis: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"{axis} is 0, but along every axis there is one rank at least"
-    ):
+    with pytest.raises(ValueError, match=f"{axis} is 0, but it has to be 1 or more"):
         Mesh(**{axis: 0})
 
 
@@ -61,7 +59,7 @@ def test_a_mesh_of_another_size_is_refused() -> None:
 def test_tensor_neighbours_share_a_host() -> None:
     Mesh(pipeline=2, tensor=2).check_hosts([0, 0, 1, 1])
     with pytest.raises(
-        ValueError, match=r"ranks 0, 1, 2, 3 divide the same layers but do not share a host"
+        ValueError, match=r"ranks 0, 1, 2, 3 divide the same layers but are on different hosts"
     ):
         Mesh(tensor=4).check_hosts([0, 0, 1, 1])
 

@@ -64,7 +64,7 @@ MESHES = [
 def test_a_wrong_plan_is_refused_on_every_mesh(strategy: Parallel) -> None:
     with pytest.raises(
         PlanError,
-        match=r"^2\.weight: the plan says nothing of it; .*the sum over the ranks is right",
+        match=r"^2\.weight: the plan has no entry for it; .*the sum over the ranks is right",
     ):
         dure.train(task(), strategy, dure.Processes(strategy.mesh.size), dure.Stop(steps=1))
 

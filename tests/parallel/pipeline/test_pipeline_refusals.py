@@ -64,7 +64,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "a list for three": (
         Pipeline(8, schedule=make("1f1b", 3, 2).text()),
-        "lists for 3 ranks, but the pipeline 2",
+        "lists for 3 ranks, but the pipeline has 2",
     ),
     "no list": (Pipeline(8, schedule="schedule: mine\n"), "has no line 'home:'"),
     "no micro-batch": (Pipeline(8, 0), "microbatches is 0"),
@@ -74,11 +74,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no batch": (Pipeline(0), "batch_size is 0"),
     "a module that is not there": (
         Pipeline(8, cut=("layer",)),
-        "no operation belongs to a module 'layer'",
+        "no operation belongs to the module 'layer'",
     ),
     "too many modules": (
         Pipeline(8, cut=("2", "4")),
-        "begin at 1 modules after the first, not at 2: 2, 4",
+        "need 1 modules as cuts, not 2: 2, 4",
     ),
     "the first module": (Pipeline(8, cut=("0",)), "name modules in their order"),
     "modules in another order": (
@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         "product is 2",
     ),
     "zero of four": (Parallel(Mesh(2), 8, zero=4), "zero is 4, but ZeRO has the stages 1, 2 and 3"),  # type: ignore[arg-type]
-    "gradients divided in a pipeline": (
+    "a pipeline sums the gradients": (
         Parallel(Mesh(1, 2), 8, zero=2),
         "zero=1 there, or one stage",
     ),
@@ -109,7 +109,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "a cut of one stage": (
         Parallel(Mesh(2), 8, cut=("2",), zero=3),
-        "a model in one stage begins nowhere else",
+        "a model in one stage has no cut",
     ),
     "more data groups than examples": (
         Parallel(Mesh(2), 1),
@@ -160,7 +160,7 @@ def test_a_batch_norm_of_micro_batches_is_not_refused() -> None:
         return nn.Sequential(nn.BatchNorm1d(FEATURES), network()).double()
 
     check_all(Pipeline(9, 2), small_task(model=model), 2)
-    with pytest.raises(ValueError, match="batch norm has no statistics of one example"):
+    with pytest.raises(ValueError, match="batch norm cannot compute statistics"):
         check_all(Pipeline(8, 8), small_task(model=model), 2)
 
 

@@ -124,12 +124,12 @@ def test_an_action_is_read_as_it_was_written(action):
 
 @pytest.mark.parametrize("text", ["", "F", "F0", "X0.1", "F0.1.2", "f0.1", "F-1.0", "F0.1 "])
 def test_what_is_no_action_is_refused(text):
-    with pytest.raises(ValueError, match="is no action"):
+    with pytest.raises(ValueError, match="is not an action"):
         Action.parse(text)
 
 
 def test_what_computes_has_no_counterpart():
-    with pytest.raises(ValueError, match=r"F0\.0 transfers nothing"):
+    with pytest.raises(ValueError, match=r"F0\.0 is not a transfer"):
         _ = Action("forward", 0, 0).counterpart
 
 
@@ -154,13 +154,13 @@ def test_a_schedule_can_be_written_by_hand_without_its_transfers():
     ("changed", "by", "said"),
     [
         ("home: 0 1", "", "no line 'home:'"),
-        ("home: 0 1", "home: 0 one", "'one' is no number"),
-        ("microbatches: 1", "microbatches: few", "'few' is no number"),
+        ("home: 0 1", "home: 0 one", "'one' is not a number"),
+        ("microbatches: 1", "microbatches: few", "'few' is not a number"),
         ("rank 0:", "rank 2:", "no line 'rank 0:'"),
         ("rank 1:", "rank 0:", "line 5: 'rank 0' is there twice"),
         ("rank 1:", "and then", "line 5: 'and then"),
         ("rank 1:", "device 1:", "line 5: 'device 1"),
-        ("F1.0", "F1", "'F1' is no action"),
+        ("F1.0", "F1", "'F1' is not an action"),
     ],
 )
 def test_a_text_that_is_no_schedule_is_refused(changed, by, said):

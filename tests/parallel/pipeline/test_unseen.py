@@ -81,7 +81,7 @@ class Strange(nn.Module):
     ],
 )
 def test_what_a_trace_would_lose_is_refused(what: str, said: str) -> None:
-    with pytest.raises(ValueError, match=f"a Strange cannot be cut, for {said}") as caught:
+    with pytest.raises(ValueError, match=f"a Strange cannot be cut, because {said}") as caught:
         check_all(Pipeline(8), small_task(model=lambda: Strange(what)), 2)
     assert "\n" not in str(caught.value)
 

@@ -101,7 +101,7 @@ def test_an_action_that_is_there_twice_is_named(case):
     actions = [*schedule.actions[rank], schedule.actions[rank][place]]
     error = refused(changed(schedule, rank, actions))
     assert (error.rank, error.place) == (rank, len(actions) - 1)
-    assert f"is there twice, first at place {place}" in str(error)
+    assert f"occurs twice, first at place {place}" in str(error)
 
 
 @given(chosen("forward", "backward", "input_gradient", "weight_gradient"))
@@ -124,7 +124,7 @@ def test_an_action_on_a_foreign_rank_is_named(case, data):
     more.insert(at, left.pop(place))
     error = refused(changed(changed(schedule, rank, left), other, more))
     assert (error.rank, error.place) == (other, at)
-    assert f"foreign rank: stage {error.action.stage} is on rank {rank}" in str(error)
+    assert f"wrong rank: stage {error.action.stage} is on rank {rank}" in str(error)
 
 
 def sends_to_one_rank(schedule, actions):
@@ -174,7 +174,7 @@ def test_a_stage_that_computes_nothing_is_dead(schedule, data):
         if not (action.computes and action.stage == stage)
     ]
     error = refused(changed(schedule, rank, kept))
-    assert f"stage {stage} is dead: rank {rank}" in str(error)
+    assert f"stage {stage} is unused: rank {rank}" in str(error)
     assert error.action == Action("forward", stage, 0)
 
 
@@ -230,10 +230,10 @@ def test_a_deadlock_is_named_by_its_circle_and_not_by_a_rank_that_waits_outside(
     [
         (written("", home=()), "0 stages", (None, None)),
         (written("F0.0 B0.0", microbatches=0), "0 micro-batches", (None, None)),
-        (written("F0.0 B0.0", home=(0, 1)), "stage 1 has no home", (1, None)),
+        (written("F0.0 B0.0", home=(0, 1)), "stage 1 is on rank", (1, None)),
         (written("F0.0 B0.0", "", home=(0,)), "rank 1 has no stage", (1, None)),
-        (written("F0.0 B0.0 F1.0"), "of a stage that is not there", (0, 2)),
-        (written("F0.0 B0.0 F0.1"), "of a micro-batch that is not there", (0, 2)),
+        (written("F0.0 B0.0 F1.0"), "a stage that does not exist", (0, 2)),
+        (written("F0.0 B0.0 F0.1"), "a micro-batch that does not exist", (0, 2)),
         (written("F0.0 B0.0 SO0.0"), "stage 0 is the last one", (0, 2)),
         (written("RI0.0 F0.0 B0.0"), "stage 0 is the first one", (0, 0)),
         (

@@ -237,15 +237,13 @@ def several(place: RankContext) -> None:
         ValueError, match=r"3 \(units of 4\) to divide, not a multiple of the degree 2"
     ):
         ColumnParallel.from_linear(linear(6, 12), group, unit=4)
-    with pytest.raises(
-        ValueError, match=r"the blocks \[4, 4\] of .* do not make up its 12 outputs"
-    ):
+    with pytest.raises(ValueError, match=r"the blocks \[4, 4\] of .* do not sum to its 12 outputs"):
         ColumnParallel.from_linear(linear(6, 12), group, blocks=(4, 4))
     with pytest.raises(
-        ValueError, match="has 2 blocks, and units can be shared where there is one"
+        ValueError, match="has 2 blocks, but units can be shared only with one block"
     ):
         ColumnParallel.from_linear(linear(6, 12), group, blocks=(6, 6), shares=True)
-    with pytest.raises(ValueError, match="a Conv1d is no linear layer"):
+    with pytest.raises(ValueError, match="a Conv1d is not a linear layer"):
         RowParallel.from_linear(nn.Conv1d(2, 2, 1), group)
     odd = RowParallel.from_linear(linear(6, 4), group, sequence=1, input_is_parallel=False)
     with pytest.raises(

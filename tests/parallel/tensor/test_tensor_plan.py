@@ -95,7 +95,7 @@ def states(group: Group) -> list[bool]:
         on_root = whole_state_dict(model, everywhere=False)
         found.append(bool(on_root) == (group.rank == 0))
         with pytest.raises(
-            ValueError, match=r"the state misses norm\.weight: it is not that of this model"
+            ValueError, match=r"the state misses norm\.weight: it belongs to another model"
         ):
             load_whole(
                 model, {name: value for name, value in state.items() if name != "norm.weight"}
@@ -104,7 +104,7 @@ def states(group: Group) -> list[bool]:
             load_whole(model, {**state, "more": torch.zeros(1)})
         with pytest.raises(
             ValueError,
-            match=r"norm.weight has the shape \[3\] in the state, and \[16\] in the model",
+            match=r"norm.weight has the shape \[3\] in the state, but \[16\] in the model",
         ):
             load_whole(model, {**state, "norm.weight": torch.zeros(3)})
         divided = divided_parameters(model)
@@ -175,8 +175,8 @@ def more_than_linear() -> dict[str, nn.Module]:
     layers[1].register_forward_hook(lambda module, inputs, output: 2 * output)
     prune.random_unstructured(layers[2], "weight", 0.5)
     return {
-        "a Scaled with a forward of its own": Scaled(6, 8),
-        "a Louder with a forward of its own": Louder(6, 8),
+        "a Scaled with its own forward": Scaled(6, 8),
+        "a Louder with its own forward": Louder(6, 8),
         "a ParametrizedLinear with a parametrization": parametrizations.weight_norm(layers[0]),
         "a Linear with hooks": layers[1],
         "with hooks, as of pruning": layers[2],
@@ -196,8 +196,12 @@ def refusals(group: Group) -> None:
         {"nothing.*": Column()},
         r"the plan's 'nothing.\*' matches no module of this Sequential",
     )
-    refused(mlp(), {"0": "column"}, "the plan says 'column' for '0', which is none of the kinds")
-    refused(mlp(), {"1": Column()}, "1: a Tanh is no linear layer")
+    refused(
+        mlp(),
+        {"0": "column"},
+        "the plan has 'column' for '0', which is not one of the available kinds",
+    )
+    refused(mlp(), {"1": Column()}, "1: a Tanh is not a linear layer")
     refused(mlp(), {"0": Column(), "2": Vocabulary()}, "2 is a Linear: only an nn.Embedding")
     refused(mlp(), {"": Row()}, "cannot replace the model itself")
     refused(mlp(), {"0": Attributes("heads")}, "0 has no integer 'heads'")
@@ -213,10 +217,10 @@ def refusals(group: Group) -> None:
         {"embedding": Vocabulary()},
         "embedding and output share a parameter: the plan has to divide both",
     )
-    with pytest.raises(ValueError, match="there is no ready plan for a Unknown; write one"):
+    with pytest.raises(ValueError, match="there is no built-in plan for a Unknown; write one"):
         plan_for(Unknown())
     with pytest.raises(
-        ValueError, match="there is no ready plan with sequence=True for a Sequential"
+        ValueError, match="there is no built-in plan with sequence=True for a Sequential"
     ):
         plan_for(mlp(), sequence=True)
     with pytest.raises(ValueError, match="there is no pair of linear layers"):

@@ -223,7 +223,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
         mlp,
         {"2": Column(enters=False), "4": Row()},
         NUMBERS,
-        r"^0\.weight: the plan says nothing of it; its gradient differs by [\d.]+ of its largest "
+        r"^0\.weight: the plan has no entry for it; its gradient differs by [\d.]+ of its largest "
         r"value \(the sum over the ranks is right.*\); the last that differs is that of 0\.bias:",
     ),
     "it enters twice": (
@@ -242,50 +242,50 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
         transformer,
         {**plan_for(transformer()), "blocks.*.query_key_value": Column(unit=4)},
         TEXTS,
-        r"the first output that differs is that of blocks\.0\.projection \(the plan says Row\(",
+        r"the first output that differs is that of blocks\.0\.projection \(the plan has Row\(",
     ),
     "a norm of a rank's own heads": (
         double(Reader),
         without(READER, "attention.query_norm"),
         TEXTS,
-        r"^attention\.query_norm\.weight: the plan says Attributes\('heads'\) of attention, and "
+        r"^attention\.query_norm\.weight: the plan has Attributes\('heads'\) of attention, and "
         r"nothing of it; .*the sum over the ranks is right, as OnShards\(\) of its module makes it",
     ),
     "on shards that are none": (
         mlp,
         {"0": Column(), "2": Row(), "8": OnShards()},
         NUMBERS,
-        r"^8\.weight: the plan says OnShards\(\); .*2 times too large",
+        r"^8\.weight: the plan has OnShards\(\); .*2 times too large",
     ),
     "a divided layer on shards": (
         mlp,
         {"0": (Column(), OnShards()), "2": Row(), "": OnShards()},
         NUMBERS,
-        r"^0\.weight: the plan says Column\(\) and OnShards\(\); its gradient differs",
+        r"^0\.weight: the plan has Column\(\) and OnShards\(\); its gradient differs",
     ),
     "a part of what zeros hide": (
         double(Gated),
         {"query": Column(), "key": Column(blocks=2), "contract": Row()},
         NUMBERS,
-        r"^query\.weight: the plan says Column\(\); its gradient differs",
+        r"^query\.weight: the plan has Column\(\); its gradient differs",
     ),
     "heads that are not divided": (
         transformer,
         without(plan_for(transformer()), "blocks.*"),
         TEXTS,
-        r"the first output that differs is that of blocks\.0\.projection \(the plan says Row\(",
+        r"the first output that differs is that of blocks\.0\.projection \(the plan has Row\(",
     ),
     "positions on shards": (
         transformer,
         {**SEQUENCE, "position": Cut(0)},
         TEXTS,
-        r"^position\.weight: the plan says Cut\(dim=0\); .*the sum over the ranks is right",
+        r"^position\.weight: the plan has Cut\(dim=0\); .*the sum over the ranks is right",
     ),
     "the last norm on shards": (
         transformer,
         without(SEQUENCE, "norm"),
         TEXTS,
-        r"^norm\.weight: the plan says OwnDraws\(\) of the model, and nothing of it;",
+        r"^norm\.weight: the plan has OwnDraws\(\) of the model, and nothing of it;",
     ),
     "dropout of shards that is the same": (
         partial(transformer, dropout=0.1),
@@ -441,14 +441,12 @@ def test_what_is_computed_in_half_precision_and_what_is_wrong_on_one_rank() -> N
 
 def test_what_a_plan_says_of_a_parameter() -> None:
     plan = {"blocks.*": (Attributes("heads"), OwnDraws()), "blocks.*.first": Column(blocks=3)}
-    assert plan_text_for(plan, ["blocks.0.first.weight"]) == "the plan says Column(blocks=3)"
-    assert (
-        plan_text_for(plan, ["tied", "blocks.0.first.weight"]) == "the plan says Column(blocks=3)"
-    )
+    assert plan_text_for(plan, ["blocks.0.first.weight"]) == "the plan has Column(blocks=3)"
+    assert plan_text_for(plan, ["tied", "blocks.0.first.weight"]) == "the plan has Column(blocks=3)"
     assert plan_text_for(plan, ["blocks.0.norm.bias"]) == (
-        "the plan says Attributes('heads') and OwnDraws() of blocks.0, and nothing of it"
+        "the plan has Attributes('heads') and OwnDraws() of blocks.0, and nothing of it"
     )
-    assert plan_text_for(plan, ["output.weight"]) == "the plan says nothing of it"
+    assert plan_text_for(plan, ["output.weight"]) == "the plan has no entry for it"
 
 
 def test_a_model_that_cannot_be_copied_needs_another_one() -> None:

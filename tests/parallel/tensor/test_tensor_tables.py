@@ -311,7 +311,7 @@ WHOLE = plan_for_reader(False)
 WRONG = {
     "a table that stays whole": (
         without(WHOLE, ATTENTION, Tensors),
-        r"the model fails in blocks\.0\.attention \(the plan says Attributes\('config\.heads'\)",
+        r"the model fails in blocks\.0\.attention \(the plan has Attributes\('config\.heads'\)",
     ),
     "an embedding that stays whole": (
         {pattern: kind for pattern, kind in WHOLE.items() if pattern != "far"},
@@ -323,7 +323,7 @@ WRONG = {
     ),
     "nobody enters": (
         without(WHOLE, ATTENTION, Enter),
-        r"^embedding\.weight: the plan says Vocabulary\(\); its gradient differs",
+        r"^embedding\.weight: the plan has Vocabulary\(\); its gradient differs",
     ),
     "nobody sums": (without(WHOLE, ATTENTION, Leave), "its gradient differs"),
     "summed twice": (
@@ -341,7 +341,7 @@ WRONG = {
     ),
     "rows that are no sequence": (
         {**plan_for_reader(True), "blocks.*.expand": Column(sequence=1)},
-        r"fails in blocks\.0\.expand \(the plan says Column\(sequence=1\)\).*"
+        r"fails in blocks\.0\.expand \(the plan has Column\(sequence=1\)\).*"
         r"blocks\.0\.expand has a tensor of 2 dimensions, the last one of features, so that "
         r"sequence=1 is no sequence: where a model makes rows",
     ),
@@ -408,7 +408,7 @@ def scaled() -> nn.Module:
         (
             with_tables(table=parameter(3, 4)),
             {"": Tensors("tables")},
-            "no parameter or buffer 'tab",
+            "not have its own parameter or buffer 'tab",
         ),
         (with_tables(table=parameter(3, 3)), {"": Tensors("table")}, r"\[3, 3\] has 3 to divide"),
         (with_tables(table=parameter(4)), {"": Tensors("table", dim=1)}, "has 1 dimensions, and n"),
@@ -432,7 +432,7 @@ def scaled() -> nn.Module:
             "0 is a layer that the plan divides: leave Tensors out",
         ),
         (nn.Sequential(nn.Embedding(2, 3)), {"0": Column()}, "0 with 3 columns has 3 to divide"),
-        (nn.Sequential(nn.Embedding(2, 4)), {"0": Column(sequence=1)}, "whose input is symbols"),
+        (nn.Sequential(nn.Embedding(2, 4)), {"0": Column(sequence=1)}, "whose input is indices"),
         (
             nn.Sequential(nn.Embedding(2, 4, sparse=True)),
             {"0": Column()},

@@ -77,10 +77,10 @@ def refusals(group: Group) -> list[int]:
         vocabulary_parallel_cross_entropy(scores, targets, group, reduction="median")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="do not fit scores for"):
         vocabulary_parallel_cross_entropy(scores, targets[:3], group)
-    with pytest.raises(IndexError, match="is outside of the vocabulary of"):
+    with pytest.raises(IndexError, match="is outside the vocabulary of"):
         vocabulary_parallel_cross_entropy(scores, targets + 3 * group.size, group)
     if group.size > 1:
-        with pytest.raises(ValueError, match="of 40 symbols, and not 3"):
+        with pytest.raises(ValueError, match="of 40 symbols, not 3"):
             vocabulary_parallel_cross_entropy(scores, targets, group, vocabulary=40)
     with pytest.raises(ValueError, match="max_norm"):
         VocabularyEmbedding.from_embedding(nn.Embedding(4, 2, max_norm=1.0), group)
@@ -119,7 +119,7 @@ def embeddings(group: Group) -> float:
         own = alone.weight.grad.tensor_split(group.size)[group.rank]
         worst = max(worst, distance(layer.weight.grad, own))
         with pytest.raises(
-            IndexError, match="outside of the vocabulary" if group.size > 1 else "out of range"
+            IndexError, match="outside the vocabulary" if group.size > 1 else "out of range"
         ):
             layer(indices + symbols)
     return worst

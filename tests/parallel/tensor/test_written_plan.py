@@ -82,7 +82,7 @@ def test_a_model_divided_by_its_own_plan_walks_the_path_of_one_worker(
 
 def test_without_a_plan_the_model_is_refused_and_told_of_plans() -> None:
     with pytest.raises(
-        ValueError, match=r"no ready plan for a Own; write one.*strategies take it as plan="
+        ValueError, match=r"no built-in plan for a Own; write one.*strategies take it as plan="
     ):
         dure.train(small_task(model=Own), dure.TensorParallel(8), dure.Processes(2))
 
@@ -160,16 +160,16 @@ def test_without_a_plan_the_text_says_so() -> None:
         ("up=Column(parts=3)", "parts"),
         ("up=Column(__import__('os'))", "cannot be made"),
         ("up=Column(); up=Row()", "twice"),
-        ({"up": "column"}, "none of the kinds"),
-        ({"up": Column, "down": Row()}, "none of the kinds"),
-        ({"up": ()}, "says nothing of 'up'"),
-        ({"a=b": Column()}, "no pattern"),
-        ({" up": Column()}, "no pattern"),
-        ({1: Column()}, "no pattern"),
-        ({"up": Attributes("a;b")}, "leave ; out"),
-        ({}, "maps patterns of names"),
-        (5, "maps patterns of names"),
-        ([("up", Column())], "maps patterns of names"),
+        ({"up": "column"}, "not one of the available kinds"),
+        ({"up": Column, "down": Row()}, "not one of the available kinds"),
+        ({"up": ()}, "has no kind for 'up'"),
+        ({"a=b": Column()}, "not a pattern"),
+        ({" up": Column()}, "not a pattern"),
+        ({1: Column()}, "not a pattern"),
+        ({"up": Attributes("a;b")}, "remove ;"),
+        ({}, "a dict from patterns of names"),
+        (5, "a dict from patterns of names"),
+        ([("up", Column())], "a dict from patterns of names"),
         ("", "says nothing"),
         (" ; ", "says nothing"),
         ("up=Column(unit='x')", r"unit='x'\): Expected `int`"),
@@ -193,7 +193,7 @@ def test_what_is_no_plan_is_refused(plan: Any, said: str) -> None:
         (lambda: dure.TensorParallel(8, plan={"middle": Column()}), "'middle' matches no module"),  # type: ignore[arg-type]
         (lambda: dure.TensorParallel(8, plan={"last": Column()}), "last"),  # type: ignore[arg-type]
         (lambda: dure.TensorParallel(8, sequence=True, plan=PLAN), "leave sequence out"),  # type: ignore[arg-type]
-        (lambda: dure.TensorParallel(8, plan="up=Column(); up*=Row()"), "makes up two things"),  # type: ignore[arg-type]
+        (lambda: dure.TensorParallel(8, plan="up=Column(); up*=Row()"), "has two entries for up"),  # type: ignore[arg-type]
         (
             lambda: dure.Parallel(dure.Mesh(data=2), 8, plan="middle=Row()"),
             "'middle' matches no module",

@@ -403,12 +403,12 @@ def test_wrong_use_is_told_so() -> None:
     first, second = on_ranks(2, refusals)
     assert first == second
     expected = {
-        "early step": "step() before backward(): no rank has a gradient",
-        "closure": "ZeRO takes no closure",
-        "unsent": "step() after a backward pass inside no_sync()",
-        "gradient": "clip them by zero.clip_grad_norm_()",
-        "second step": "step() before backward()",
-        "use": "divided over the ranks, and whole only while the model runs: use it inside "
+        "early step": "step() was called before backward(): no rank has a gradient",
+        "closure": "ZeRO does not support a closure",
+        "unsent": "step() was called after a backward pass inside no_sync()",
+        "gradient": "clip them with zero.clip_grad_norm_()",
+        "second step": "step() was called before backward()",
+        "use": "divided over the ranks and is complete only while the model runs: use it inside "
         "`with zero.gathered():`",
         "state": "divided over the ranks",
         "metadata": "(12, 6) 72 Parameter divided over ranks: (12, 6), torch.float64",
@@ -417,8 +417,8 @@ def test_wrong_use_is_told_so() -> None:
         "other parameters": "the optimizer has parameters that are not the model's",
         "frozen": "the model has no trainable parameter",
         "LBFGS": "LBFGS cannot be divided element by element",
-        "Adafactor": "it updates pieces of a matrix otherwise than together",
-        "PerTensor": "it updates pieces of a matrix otherwise than together",
+        "Adafactor": "it updates pieces of a matrix differently than all together",
+        "PerTensor": "it updates pieces of a matrix differently than all together",
         "stage": "ZeRO has no stage 4",
         "precision": "there is no precision 'int8'",
         "prefetch": "prefetch is -1",

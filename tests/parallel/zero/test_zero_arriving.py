@@ -257,14 +257,18 @@ def test_without_a_link_between_hosts_a_step_waits_as_ever() -> None:
         (
             torch.jit.script,
             {},
-            "overlap_gather needs to see who reads a parameter, and 0 is compiled",
+            "overlap_gather needs to observe each use of a parameter, but 0 is compiled",
         ),
-        (torch.compile, {}, "overlap_gather needs to see who reads a parameter, and 0 is compiled"),
-        (lambda part: part, {"stage": 3}, "overlap_gather is of stages 1 and 2"),
+        (
+            torch.compile,
+            {},
+            "overlap_gather needs to observe each use of a parameter, but 0 is compiled",
+        ),
+        (lambda part: part, {"stage": 3}, "overlap_gather is for stages 1 and 2"),
         (
             lambda part: part,
             {"prefetch": 0},
-            "overlap_gather is of stages 1 and 2, alongside the computation; prefetch=0",
+            "overlap_gather is for stages 1 and 2, during the computation; prefetch=0",
         ),
     ],
     ids=["scripted", "compiled", "stage 3", "at once"],

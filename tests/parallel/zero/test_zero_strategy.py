@@ -161,7 +161,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks() -> None:
     [
         (dure.ZeRO(4, 8), "ZeRO has no stage 4; choose 1, 2 or 3"),  # type: ignore[arg-type]
         (dure.ZeRO(2, 1), "a joint batch of 1 cannot be divided over 2 workers"),
-        (dure.ZeRO(2, 8, unit_size=0), "unit_size is 0, but a unit has at least one element"),
+        (dure.ZeRO(2, 8, unit_size=0), "unit_size is 0, but it has to be 1 or more"),
         (dure.ZeRO(2, 8, prefetch=-1), "prefetch is -1"),
         (dure.ZeRO(2, 8, "rings"), "there is no way to send 'rings'"),  # type: ignore[arg-type]
         (dure.ZeRO(2, 8, accumulate=0), "accumulate is 0"),

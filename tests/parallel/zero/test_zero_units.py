@@ -88,5 +88,5 @@ def test_every_parameter_is_in_one_unit(make: type[nn.Module], units: UnitSpec) 
 
 
 def test_a_unit_holds_something() -> None:
-    with pytest.raises(ValueError, match="a unit of 0 elements holds nothing"):
+    with pytest.raises(ValueError, match="a unit has 0 elements"):
         plan_units(mlp(), 0)

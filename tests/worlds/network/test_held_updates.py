@@ -250,7 +250,7 @@ def test_a_training_loop_of_its_own_takes_no_part(notes: Path, tmp_path: Path) -
     run, _ = serve(tmp_path, begins, rounds=1, strategy=dure.FedAvg(clients=2, batch_size=4))
     players[0].leave()
     players[0].join()
-    assert "would send bare updates" in str(declined)
+    assert "would send unprotected updates" in str(declined)
     assert run.summary["steps"] == 1
 
 

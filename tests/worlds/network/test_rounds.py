@@ -133,7 +133,7 @@ def test_a_loop_of_its_own_sends_no_more_examples_than_it_has_said(tmp_path: Pat
     def loop(url: str) -> None:
         with dure.Client(url, examples=5, name="own") as client:
             for work in client:
-                with pytest.raises(ValueError, match="has said that it has 5"):
+                with pytest.raises(ValueError, match="has reported 5"):
                     work.send(work.arrays, examples=6)
                 with pytest.raises(RefusedError) as refused:
                     work.send(work.arrays, samples=1000)

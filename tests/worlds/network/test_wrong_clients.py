@@ -70,7 +70,7 @@ def test_an_update_that_is_not_finite(served: Deployment) -> None:
     ("said", "told"),
     [
         ({"examples": 6}, "of 6 examples, and its client has 5"),
-        ({"examples": 0}, "of 0 examples"),
+        ({"examples": 0}, "has 0 examples"),
         ({"examples": 2**53}, "and its client has 5"),
         # Two steps of a pass, of which none can be of more than all examples.
         ({"samples": 11}, "11 samples, and of 5 examples 10 are asked for at most"),

@@ -283,7 +283,7 @@ def test_a_run_goes_on_with_fewer_ranks_or_more(
 def test_ranks_with_a_state_of_their_own_are_not_divided_anew(tmp_path: Path) -> None:
     begun(tmp_path / "run", dure.ADMM(batch_size=8), 3)
     with pytest.raises(
-        RunFolderError, match="was written by 2 ranks, and admm cannot go on with 3"
+        RunFolderError, match="was written by 2 ranks, and admm cannot be resumed with 3"
     ):
         dure.resume(tmp_path / "run", task=small_task(), stop=dure.Stop(epochs=4))
 
@@ -371,7 +371,7 @@ def test_a_folder_that_not_all_machines_see_is_refused(tmp_path: Path) -> None:
     )
     RunFolder.create(tmp_path / "run", config)
     job = dataclasses.replace(job, folder=tmp_path / "run", elastic=True)
-    with pytest.raises(RunFolderError, match="rank 1 does not see the run folder"):
+    with pytest.raises(RunFolderError, match="rank 1 cannot read the run folder"):
         world.run(functools.partial(does_not_see_it, job=job), print)
 
 

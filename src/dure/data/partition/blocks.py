@@ -40,8 +40,8 @@ class Blocks(Partition):
         count = self.per_client * clients
         if count > n:
             raise ValueError(
-                f"{n} examples cannot be cut into {count} blocks ({self.per_client} a client): "
-                "take fewer clients or fewer blocks a client"
+                f"{n} examples cannot be cut into {count} blocks ({self.per_client} per client): "
+                "use fewer clients or fewer blocks per client"
             )
         owners = torch.arange(clients)
         if self.per_client > 1:

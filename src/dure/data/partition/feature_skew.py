@@ -133,11 +133,13 @@ def _rows(examples: Examples, places: Tensor, who: str) -> Tensor:
     """Return the inputs of these examples, as flat rows of float64."""
     needs = f"the partition {who} compares inputs, "
     if examples.draws:
-        raise ValueError(f"{needs}and these are drawn anew each time they are read: take another")
+        raise ValueError(f"{needs}and these change at every reading: use another partition")
     inputs, _ = examples.batch(places)
     if not isinstance(inputs, Tensor) or inputs.is_complex():
-        raise ValueError(f"{needs}and these are not one tensor of real numbers: take another")
+        raise ValueError(
+            f"{needs}and these are not one tensor of real numbers: use another partition"
+        )
     rows = inputs.reshape(len(places), -1).double()
     if not bool(rows.isfinite().all()):
-        raise ValueError(f"{needs}and some of these are not finite: mend the data")
+        raise ValueError(f"{needs}and some of these are not finite: correct the data")
     return rows

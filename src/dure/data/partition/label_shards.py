@@ -37,8 +37,8 @@ class LabelShards(Partition):
         count = self.per_client * clients
         if count > n:
             raise ValueError(
-                f"{n} examples cannot be cut into {count} shards ({self.per_client} a client): "
-                "take fewer clients or fewer shards a client"
+                f"{n} examples cannot be cut into {count} shards ({self.per_client} per client): "
+                "use fewer clients or fewer shards per client"
             )
         by_label = required_labels(examples, self).sort(stable=True).indices
         drawn = torch.randperm(count, generator=generator(seed, "partition"))

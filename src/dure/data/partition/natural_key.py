@@ -60,8 +60,8 @@ class NaturalKey(Partition):
         if clients != len(owners):
             some = ", ".join(map(name_of, owners[:5])) + (", ..." if len(owners) > 5 else "")
             raise ValueError(
-                f"the data have {len(owners)} natural clients ({some}), not {clients}: "
-                f"give clients=None, which is one a key (--clients None), or {len(owners)}"
+                f"the data have {len(owners)} natural clients ({some}), not {clients}: give "
+                f"clients=None, one client per key (--clients None), or {len(owners)}"
             )
         number = {key: client for client, key in enumerate(owners)}
         return ClientParts(torch.tensor([number[key] for key in keys]), clients)
@@ -83,7 +83,7 @@ def unowned_keys(keys: Sequence[Any], test_keys: Sequence[Any]) -> list[Any]:
 def _keys(examples: Examples) -> list[Any]:
     if examples.keys is None:
         raise ValueError(
-            "the partition natural-key needs a key for each example, which these data have not: "
-            "give dure.Examples(inputs, targets, keys=...)"
+            "the partition natural-key needs a key for each example, which these data do not "
+            "have: give dure.Examples(inputs, targets, keys=...)"
         )
     return keys_of(examples.keys)

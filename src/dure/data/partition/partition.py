@@ -36,11 +36,13 @@ class Partition(CheckedSettings):
         """
         n = len(examples)
         if clients is None:
-            raise ValueError(f"how many clients? the partition {self} does not say it")
+            raise ValueError(f"give the number of clients: the partition {self} does not define it")
         if clients < 1:
             raise ValueError(f"the number of clients has to be at least 1, not {clients}")
         if clients > n:
-            raise ValueError(f"{clients} clients cannot share {n} examples: each needs one")
+            raise ValueError(
+                f"{clients} clients cannot share {n} examples: each needs at least one"
+            )
         # A single client needs no labels or keys, and no random draws.
         if clients == 1:
             return ClientParts(torch.zeros(n, dtype=torch.int64), 1)
@@ -79,7 +81,7 @@ def required_labels(examples: Examples, partition: Partition) -> Tensor:
     labels = examples.labels()
     if labels is None:
         raise ValueError(
-            f"the partition {partition} needs one class label an example, which these data have "
-            f"not: take iid, quantity-skew, feature-skew, blocks or natural-key"
+            f"the partition {partition} needs one class label per example, which these data do "
+            "not have: use iid, quantity-skew, feature-skew, blocks or natural-key"
         )
     return labels

@@ -46,7 +46,7 @@ class ClientParts(Sequence[Tensor]):
         starts = self._starts
         count = len(starts) - 1
         if not -count <= client < count:
-            raise IndexError(f"there is no client {client} among {count}")
+            raise IndexError(f"there is no client {client}: there are {count} clients")
         client %= count
         return self._indices[starts[client] : starts[client + 1]]
 

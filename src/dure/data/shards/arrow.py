@@ -36,13 +36,13 @@ class _Groups:
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
         except Exception as error:
-            raise DataError(f"{path} is no {self._kind} file: {described(error)}") from error
+            raise DataError(f"{path} is not a {self._kind} file: {described(error)}") from error
         self.rows = sum(self.lengths)
         self._starts = [0, *accumulate(self.lengths)]
         missing = [name for name in columns if name not in schema.names]
         if missing:
             raise DataError(
-                f"{path} has no column {', '.join(missing)}; there is {', '.join(schema.names)}"
+                f"{path} has no column {', '.join(missing)}; it has {', '.join(schema.names)}"
             )
         for name in columns:
             self._check(name, schema.field(name).type)
@@ -80,8 +80,8 @@ class _Groups:
         fits = pa.types.is_integer(inner) or pa.types.is_floating(inner)
         if not (fits or pa.types.is_boolean(inner)):
             raise DataError(
-                f"{self.path}: the column {name} is of {kind}, and a tensor is of numbers, truths, "
-                f"or lists of them"
+                f"{self.path}: the column {name} has the type {kind}, but only numbers, booleans, "
+                "or lists of them can be tensors"
             )
 
     def _array(self, name: str, column: Any) -> Any:
@@ -90,7 +90,7 @@ class _Groups:
         values = column.combine_chunks()
         shape: list[int] = []
         if values.null_count:
-            raise DataError(f"{self.path}: a row of {name} has no value")
+            raise DataError(f"{self.path}: a row of {name} is null")
         while hasattr(values.type, "value_type"):
             size, left = divmod(len(values.flatten()), max(1, rows * int(numpy.prod(shape or [1]))))
             even = not left and (
@@ -99,13 +99,13 @@ class _Groups:
             )
             if not even:
                 raise DataError(
-                    f"{self.path}: the rows of {name} are lists of different lengths, and a tensor "
-                    f"has rows of one length"
+                    f"{self.path}: the rows of {name} are lists of different lengths, but a "
+                    "tensor needs rows of one length"
                 )
             shape.append(size)
             values = values.flatten()
             if values.null_count:
-                raise DataError(f"{self.path}: a list of {name} has a place without a value")
+                raise DataError(f"{self.path}: a list of {name} contains a null")
         return values.to_numpy(zero_copy_only=False).reshape(rows, *shape)
 
     def blocks(self, rows: int) -> list[int]:
@@ -133,8 +133,8 @@ class _Groups:
             found = self._array(name, table.column(name))
             if found.shape[1:] != own.shape[1:]:
                 raise DataError(
-                    f"{self.path}: rows of {name} have the shape {list(found.shape[1:])}, and the "
-                    f"first one has {list(own.shape[1:])}"
+                    f"{self.path}: rows of {name} have the shape {list(found.shape[1:])}, but "
+                    f"those of the first shard have {list(own.shape[1:])}"
                 )
             own.numpy()[...] = found
 

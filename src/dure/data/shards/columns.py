@@ -71,7 +71,7 @@ class FileColumn:
                 while rest:
                     count = file.readinto(rest)
                     if not count:
-                        raise DataError(f"{self.path} has become shorter than its header says")
+                        raise DataError(f"{self.path} has become shorter than its header states")
                     rest = rest[count:]
         except OSError as error:
             raise unreadable(self.path, error) from error
@@ -108,14 +108,14 @@ def of_safetensors(path: Path) -> dict[str, FileColumn]:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_MOST_HEADER, size - 8):
-                raise DataError(f"{path} is no safetensors file: its header has {length} bytes")
+                raise DataError(f"{path} is not a safetensors file: its header has {length} bytes")
             header = json.loads(file.read(length))
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no safetensors file: {error}") from error
+        raise DataError(f"{path} is not a safetensors file: {error}") from error
     if not isinstance(header, Mapping):
-        raise DataError(f"{path} is no safetensors file: its header is no JSON object")
+        raise DataError(f"{path} is not a safetensors file: its header is not a JSON object")
     header = {name: told for name, told in header.items() if name != "__metadata__"}
     return {name: _tensor(path, name, told, 8 + length, size) for name, told in header.items()}
 
@@ -127,14 +127,14 @@ def _tensor(path: Path, name: str, told: Any, start: int, size: int) -> FileColu
     except (TypeError, KeyError, ValueError):
         fits = False
     if not fits:
-        raise DataError(f"{path}: the header says of {name} what is no tensor")
+        raise DataError(f"{path}: the header does not describe a tensor for {name}")
     if dtype not in _DTYPES:
         raise DataError(
-            f"{path}: {name} is of the type {dtype}, and one of {', '.join(_DTYPES)} can be read"
+            f"{path}: {name} has the type {dtype}, but dure can read only {', '.join(_DTYPES)}"
         )
     column = _column(path, name, start + first, _DTYPES[dtype], shape)
     if end - first != column.rows * column.row_bytes or start + end > size:
-        raise DataError(f"{path}: {name} has other bytes than its shape {shape} takes")
+        raise DataError(f"{path}: the number of bytes of {name} does not match its shape {shape}")
     return column
 
 
@@ -148,16 +148,20 @@ def of_npy(path: Path, name: str) -> FileColumn:
     except OSError as error:
         raise unreadable(path, error) from error
     if by_columns:
-        raise DataError(f"{path} is column-major: write it by numpy.ascontiguousarray")
+        raise DataError(
+            f"{path} is column-major: convert the array with numpy.ascontiguousarray before saving"
+        )
     try:
         # torch's name of the dtype; torch does not support other byte orders, nor objects.
         known = torch.from_numpy(numpy.empty(0, dtype)).dtype
     except (TypeError, ValueError) as error:
-        raise DataError(f"{path} has elements of {dtype}, which torch has not: {error}") from error
+        raise DataError(
+            f"{path} has elements of {dtype}, which torch does not support: {error}"
+        ) from error
     column = _column(path, name, start, known, shape)
     if size - start != column.rows * column.row_bytes:
         raise DataError(
-            f"{path} has {size - start} bytes of elements, and its shape {shape} takes "
+            f"{path} has {size - start} bytes of elements, but its shape {shape} needs "
             f"{column.rows * column.row_bytes}"
         )
     return column
@@ -174,13 +178,17 @@ def _npy_header(
         if version == (2, 0):
             return numpy.lib.format.read_array_header_2_0(file)
     except ValueError as error:
-        raise DataError(f"{path} is no npy file: {error}") from error
-    raise DataError(f"{path} is of version {version} of npy, and 1.0 and 2.0 can be read")
+        raise DataError(f"{path} is not an npy file: {error}") from error
+    raise DataError(
+        f"{path} has version {version} of the npy format, but dure can read only 1.0 and 2.0"
+    )
 
 
 def _column(
     path: Path, name: str, start: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> FileColumn:
     if not shape:
-        raise DataError(f"{path}: {name} is a single number, and a column has a row an example")
+        raise DataError(
+            f"{path}: {name} is a single number, but a column needs one row per example"
+        )
     return FileColumn(path, start, dtype, shape[0], shape[1:])

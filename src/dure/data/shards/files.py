@@ -51,9 +51,9 @@ def found(where: str | Path | Sequence[str | Path]) -> list[Path]:
     kinds = sorted({path.suffix for path in paths})
     known = ", ".join(_KINDS)
     if not paths:
-        raise DataError(f"{folder or 'the list'} has no shards: files of {known}")
+        raise DataError(f"{folder or 'the list'} has no shards, which are files of {known}")
     if len(kinds) > 1 or kinds[0] not in _KINDS:
-        raise DataError(f"shards are files of one kind, of {known}, and these are {kinds}")
+        raise DataError(f"shards have to be files of one kind, {known}, and these are {kinds}")
     return paths
 
 
@@ -69,7 +69,7 @@ def opened(paths: Sequence[Path], columns: Sequence[str]) -> list[ShardFile]:
         for name, theirs, form in zip(columns, shard.forms, first.forms, strict=True):
             if theirs != form:
                 raise DataError(
-                    f"{shard.path}: a row of {name} is {_told(theirs)}, and in {first.path} it is "
+                    f"{shard.path}: a row of {name} is {_told(theirs)}, but in {first.path} it is "
                     f"{_told(form)}"
                 )
     return shards
@@ -90,7 +90,9 @@ def _of_npy(paths: Sequence[Path], columns: Sequence[str]) -> list[ShardFile]:
     for path in paths:
         shard, _, column = path.name.removesuffix(".npy").rpartition(".")
         if not shard:
-            raise DataError(f"{path} says of no column what it holds: name it NAME.COLUMN.npy")
+            raise DataError(
+                f"the name of {path} does not contain a column: rename it to NAME.COLUMN.npy"
+            )
         shards.setdefault(path.with_name(shard), {})[column] = path
     return [
         _rows(
@@ -104,7 +106,7 @@ def _rows(path: Path, columns: Sequence[str], there: dict[str, FileColumn]) -> R
     missing = [name for name in columns if name not in there]
     if missing:
         raise DataError(
-            f"{path} has no column {', '.join(missing)}; there is {', '.join(there) or 'none'}"
+            f"{path} has no column {', '.join(missing)}; it has {', '.join(there) or 'none'}"
         )
     taken = [there[name] for name in columns]
     lengths = {name: there[name].rows for name in columns}

@@ -58,11 +58,13 @@ class Shards(Examples):
         names = tree_leaves((inputs, targets))
         if not names or not all(isinstance(name, str) for name in names):
             raise ValueError(
-                f"inputs and targets name columns, such as 'inputs', and not {names!r}: give "
-                f"names, or a tuple or dict of names"
+                "inputs and targets have to be names of columns, such as 'inputs', not "
+                f"{names!r}: give a name, or a tuple or dict of names"
             )
         if window is not None and (type(window) is not int or window < 1):
-            raise ValueError(f"window is {window!r}, but it counts examples: 1 or more")
+            raise ValueError(
+                f"window is {window!r}, but it has to be a number of examples, 1 or more"
+            )
         self.paths = found(where)
         self._columns = inputs, targets
         self._names = list(dict.fromkeys(names))

@@ -148,7 +148,7 @@ class Collects(Aggregator):
         finite = rows.finite()
         if not finite:
             raise TooFewUpdatesError(
-                f"{self}: of {len(rows)} updates none is finite; did training diverge?"
+                f"{self}: none of the {len(rows)} updates is finite; did training diverge?"
             )
         dropped = len(rows) - len(finite) + refused
         return self.combine_finite(rows.only(finite), dropped, turn, state)

@@ -45,7 +45,7 @@ class Bulyan(Collects):
 
     def __post_init__(self) -> None:
         if self.f < 0:
-            raise ValueError(f"bulyan: f cannot be negative, as {self.f} is")
+            raise ValueError(f"bulyan: f has to be 0 or more, not {self.f}")
 
     def check(self, updates: int) -> None:
         if updates < 4 * self.f + 3:

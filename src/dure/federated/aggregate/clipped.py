@@ -51,7 +51,8 @@ class ClippedUpdates(Folds):
         _check(self.norm)
         if not isinstance(self.inner, Folds):
             raise ValueError(
-                f"{self.inner} collects: write clip({self.norm}, inner), which wraps both kinds"
+                f"{self.inner} collects all updates before combining them: write "
+                f"clip({self.norm}, inner), which wraps both kinds"
             )
 
     @classmethod

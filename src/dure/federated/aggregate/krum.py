@@ -40,7 +40,7 @@ class Krum(Collects):
 
     def __post_init__(self) -> None:
         if self.f < 0:
-            raise ValueError(f"krum: f cannot be negative, as {self.f} is")
+            raise ValueError(f"krum: f has to be 0 or more, not {self.f}")
         if self.m < 1:
             raise ValueError(f"krum: at least 1 update has to be chosen, not {self.m}")
 

@@ -42,7 +42,7 @@ class Mixing(Collects):
 
     def __post_init__(self) -> None:
         if self.f < 0:
-            raise ValueError(f"mixing: f cannot be negative, as {self.f} is")
+            raise ValueError(f"mixing: f has to be 0 or more, not {self.f}")
 
     def check(self, updates: int) -> None:
         if updates < 2 * self.f + 1:

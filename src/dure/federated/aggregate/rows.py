@@ -176,7 +176,7 @@ class UpdateRows:
         A norm above 2^500, possible in float64 only, does not count as finite: its square is
         infinite.
         """
-        assert self.mix is None, "mixtures are made of finite rows"
+        assert self.mix is None, "a mixture needs finite rows"
         pairs = zip(self._flat, self.weights, strict=True)
         return [
             row

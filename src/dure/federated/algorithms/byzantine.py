@@ -47,7 +47,10 @@ class ByzantineGD(Federated):
 
     def check_task(self, task: Task) -> None:
         if self.aggregate != Mean():
-            raise ValueError("byzantine has its own rule; fed-avg takes another by --aggregate")
+            raise ValueError(
+                "byzantine has its own aggregation rule; for another rule use fed-avg with "
+                "--aggregate"
+            )
         # A step on a batch is stochastic gradient descent, which is allowed too; an epoch has to be
         # a single full batch.
         one_step = self.local_epochs == 1 and (
@@ -55,8 +58,8 @@ class ByzantineGD(Federated):
         )
         if not one_step:
             raise ValueError(
-                "byzantine is one step a round; fed-avg has local epochs, and --aggregate "
-                "geometric-median-of-means"
+                "byzantine makes one step per round; for local epochs use fed-avg with "
+                "--aggregate geometric-median-of-means"
             )
         check_gradients(task, self.name)
 

@@ -46,7 +46,7 @@ class Ditto(Federated):
 
     def check_task(self, task: Task) -> None:
         if not 0 <= self.lam < float("inf"):
-            raise ValueError(f"lam is {self.lam}, but it is 0 or more")
+            raise ValueError(f"lam is {self.lam}, but it has to be 0 or more")
 
     def algorithm(self, start: AlgorithmInputs) -> Algorithm:
         return PersonalisedModels(self.lam)

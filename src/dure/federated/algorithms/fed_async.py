@@ -60,7 +60,7 @@ class FedAsync(Federated):
 
     def check_task(self, task: Task) -> None:
         if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha is {self.alpha}, but a share is in [0, 1]")
+            raise ValueError(f"alpha is {self.alpha}, but it has to be in [0, 1]")
         if self.weighting not in get_args(Weighting):
             raise ValueError(
                 f"there is no weighting "
@@ -68,10 +68,12 @@ class FedAsync(Federated):
             )
         if not all(0 <= value < math.inf for value in (self.a, self.b, self.rho)):
             raise ValueError(
-                f"a, b and rho are numbers of 0 or more, not {self.a}, {self.b} and {self.rho}"
+                f"a, b and rho have to be 0 or more, not {self.a}, {self.b} and {self.rho}"
             )
         if self.stale is not None and self.stale < 0:
-            raise ValueError(f"stale is {self.stale}, but it counts versions: 0 or more")
+            raise ValueError(
+                f"stale is {self.stale}, but it has to be a number of versions, 0 or more"
+            )
         check_no_rounds(self)
 
     def pacing(self, clients: int) -> Pacing:
@@ -87,8 +89,8 @@ def check_no_rounds(strategy: Federated) -> None:
     """Raise ValueError for settings of rounds in a system without rounds."""
     if strategy.selection != Uniform():
         raise ValueError(
-            f"selection {strategy.selection} is for rounds, and {strategy.name} has none: leave it "
-            f"out"
+            f"the selection {strategy.selection} is for rounds, but {strategy.name} has no "
+            "rounds: leave it out"
         )
 
 

@@ -57,7 +57,7 @@ class FedBuff(Federated):
 
     def check_task(self, task: Task) -> None:
         if self.buffer < 1:
-            raise ValueError(f"buffer is {self.buffer}, but a step takes at least one update")
+            raise ValueError(f"buffer is {self.buffer}, but it has to be 1 or more")
         check_no_rounds(self)
 
     def planned(self, task: Task, stop: Stop) -> Self:
@@ -79,8 +79,8 @@ class FedBuff(Federated):
                 when = f"in {epochs:g} epochs {clients} clients send about {most} updates"
         if self.buffer > most:
             raise ValueError(
-                f"buffer is {self.buffer}, but {when}: the server would make no model; give a "
-                f"buffer of at most {most}"
+                f"buffer is {self.buffer}, but {when}: the buffer would never fill; give a buffer "
+                f"of at most {most}"
             )
 
     def pacing(self, clients: int) -> Pacing:

@@ -60,13 +60,13 @@ class FedPer(Federated):
         trained = len(_layers(model))
         if not 0 <= self.personal_layers < layers:
             raise ValueError(
-                f"personal_layers is {self.personal_layers}, but of the model's {layers} layers "
-                f"some are shared"
+                f"personal_layers is {self.personal_layers}, but the model has {layers} layers, "
+                "of which some have to be shared"
             )
         if self.personal_layers > trained:
             raise ValueError(
-                f"personal_layers is {self.personal_layers}, but of the model's {layers} layers "
-                f"only {trained} are trained"
+                f"personal_layers is {self.personal_layers}, but only {trained} of the model's "
+                f"{layers} layers are trained"
             )
 
     def algorithm(self, start: AlgorithmInputs) -> Algorithm:

@@ -45,7 +45,7 @@ class FedProx(Federated):
 
     def check_task(self, task: Task) -> None:
         if not 0 <= self.mu < float("inf"):
-            raise ValueError(f"mu is {self.mu}, but it is 0 or more")
+            raise ValueError(f"mu is {self.mu}, but it has to be 0 or more")
 
     def algorithm(self, start: AlgorithmInputs) -> Algorithm:
         return Proximal(self.mu, self.equal_weights)

@@ -37,7 +37,7 @@ class FedSGD(Federated):
         )
         if not one_step:
             raise ValueError(
-                "fed-sgd is one step over all of a client's data; fed-avg has local epochs and "
-                "batches"
+                "fed-sgd makes one step over all of a client's data; for local epochs and "
+                "batches use fed-avg"
             )
         check_gradients(task, self.name)

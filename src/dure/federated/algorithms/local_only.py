@@ -54,12 +54,12 @@ class LocalOnly(Federated):
     def check_task(self, task: Task) -> None:
         if self.aggregate != Mean():
             raise ValueError(
-                f"nothing of clients of {self.name} is combined: leave aggregate "
-                f"({self.aggregate}) out"
+                f"{self.name} combines nothing of its clients: leave aggregate ({self.aggregate}) "
+                "out"
             )
         if self.privacy != NOTHING:
             raise ValueError(
-                f"clients of {self.name} tell nothing that a protection could hide: leave privacy "
+                f"clients of {self.name} send nothing that needs protection: leave privacy "
                 f"({self.privacy}) out"
             )
 
@@ -69,16 +69,16 @@ class LocalOnly(Federated):
         buffer = next((name for name, _ in model.named_buffers()), None)
         if buffer is not None:
             raise ValueError(
-                f"{self.name} lets nothing travel, and buffers, such as {buffer}, are averaged "
-                f"over clients: take a model without, or ditto with lam=0"
+                f"{self.name} sends nothing, but buffers, such as {buffer}, are averaged over "
+                "clients: use a model without buffers, or ditto with lam=0"
             )
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         super().check_under(task, model, conditions)
         if conditions.attackers and not conditions.attack.poisons:
             raise ValueError(
-                f"clients of {self.name} send nothing that {conditions.attack} could change: leave "
-                f"attack out, or take one on data, such as label-flip"
+                f"clients of {self.name} send nothing that {conditions.attack} could change: "
+                "leave attack out, or use an attack on data, such as label-flip"
             )
 
     def algorithm(self, start: AlgorithmInputs) -> Algorithm:

@@ -63,7 +63,7 @@ class PerFedAvg(Federated):
 
     def check_task(self, task: Task) -> None:
         if not 0 <= self.alpha < float("inf"):
-            raise ValueError(f"alpha is {self.alpha}, but a step is 0 or more")
+            raise ValueError(f"alpha is {self.alpha}, but it has to be 0 or more")
         if self.order not in get_args(DerivativeOrder):
             raise ValueError(
                 f"there is no order {self.order!r}"
@@ -77,16 +77,14 @@ class PerFedAvg(Federated):
 
     def check_engine(self, task: Task, wanted: str, model: nn.Module | None = None) -> None:
         if wanted not in ("auto", "loop", MetaEngine.name):
-            raise ValueError(
-                f"per-fed-avg has an engine of its own, and cannot be computed by {wanted!r}"
-            )
+            raise ValueError(f"per-fed-avg has its own engine and cannot use {wanted!r}")
 
     def engine(self, setting: EngineInputs) -> ClientEngine:
         self.check_engine(setting.task, setting.wanted)
         if setting.objective is not None:
             raise ValueError(
-                f"the engine {MetaEngine.name} computes gradients of the task's loss at an adapted "
-                f"model, and the algorithm has an objective of its own: take fed-avg"
+                f"the engine {MetaEngine.name} computes gradients of the task's loss at an "
+                "adapted model, but the algorithm has its own objective: use fed-avg"
             )
         return MetaEngine(
             task=setting.task,

@@ -45,8 +45,8 @@ def check_poison(examples: Examples, attack: Attack) -> int:
         isinstance(examples.inputs, Tensor) and isinstance(examples.targets, Tensor)
     ):
         raise ValueError(
-            f"{attack} spoils examples that are two tensors, inputs and targets; these are "
-            f"something else"
+            f"{attack} can change only examples of two tensors, inputs and targets; this task's "
+            "examples have another form"
         )
     labels = examples.labels()
     classes = 0

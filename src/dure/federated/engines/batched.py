@@ -352,7 +352,9 @@ class BatchedEngine(ClientEngine):
         once = shares and len(steps) == 1 and not rule.momentum
         # Rows of all steps, with padding: the size of each factor.
         rows = sum(step.rows.shape[1] for step in steps) if kind.factors else 0
-        assert not rows or len(start) == 1, "jobs whose weights are factored begin at the same ones"
+        assert not rows or len(start) == 1, (
+            "jobs whose weights are factored need the same initial weights"
+        )
         pay = self._factored(rows)
         # Updates that are only summed stay unformed; parameters that stay factored have no output.
         defers = rows > 0 and self.sums
@@ -544,7 +546,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _known(values: Sequence[Tensor] | None) -> Sequence[Tensor]:
-    assert values is not None, "the jobs of a cohort are alike"
+    assert values is not None, "the jobs of a cohort have to be alike"
     return values
 
 

@@ -183,8 +183,8 @@ def check_engine(task: Task, wanted: str, model: nn.Module | None = None) -> Non
     _check_name(wanted)
     if task.compile and wanted in ENGINE_SPECS and ENGINE_SPECS[wanted].where != "here":
         raise ValueError(
-            f"the engine {wanted} computes in processes of its own, and the compiler has the model "
-            f"of this one: take loop or auto"
+            f"the engine {wanted} computes in its own processes, but the model is compiled in "
+            "this one: use loop or auto"
         )
     if wanted in ENGINE_SPECS and ENGINE_SPECS[wanted].batched:
         reason = _one_by_one(task) or _reason(task, model)
@@ -207,7 +207,7 @@ def _check_name(wanted: str) -> None:
     if where == "processes" and not forks_here():
         raise ValueError(
             f"the engine {wanted} needs forked processes, which a GPU or this system does not "
-            f"allow: take loop, batched or auto, or hide the GPU (CUDA_VISIBLE_DEVICES=)"
+            "allow: use loop, batched or auto, or hide the GPU (CUDA_VISIBLE_DEVICES=)"
         )
     if where == "ray" and find_spec("ray") is None:
         raise ValueError(f'the engine {wanted} needs the extra: pip install "dure[ray]"')
@@ -228,7 +228,7 @@ def _reason(task: Task, model: nn.Module | None) -> str | None:
 
 
 def _cannot(wanted: str, reason: str) -> ValueError:
-    return ValueError(f"the engine {wanted} cannot compute this: {reason}; take loop or auto")
+    return ValueError(f"the engine {wanted} cannot compute this: {reason}; use loop or auto")
 
 
 @dataclass
@@ -266,8 +266,8 @@ class _Made:
 
         if self.loop.device.type != "cpu":
             raise ValueError(
-                f"the engine {inner.name}-ray computes on CPUs, and the model is on "
-                f"{self.loop.device}: take loop, batched or auto"
+                f"the engine {inner.name}-ray computes on CPUs, but the model is on "
+                f"{self.loop.device}: use loop, batched or auto"
             )
         return RayEngine(
             task=self.setting.task,

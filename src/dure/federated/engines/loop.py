@@ -224,7 +224,9 @@ class LoopEngine(ClientEngine):
     ) -> tuple[int, list[Tensor]]:
         """Run the steps of a measuring job; return (number of examples, gradient or zeros)."""
         if self.noised is not None:
-            raise ValueError("dp-sgd: a client measures its loss without noise, which it may not")
+            raise ValueError(
+                "dp-sgd: a client would measure its loss without noise, which is not allowed"
+            )
         gradients = job.measures == "gradient"
         self.model.train(gradients)
         total = [torch.zeros_like(weights) for weights in self.flat.buffers]

@@ -98,6 +98,6 @@ def check_noised(wanted: str) -> None:
     """Raise ValueError for an engine that cannot clip per-example gradients."""
     if wanted not in ("auto", "loop", "loop-processes"):
         raise ValueError(
-            f"dp-sgd: the engine {wanted} does not clip the gradients of single examples: take "
-            f"loop, loop-processes or auto"
+            f"dp-sgd: the engine {wanted} does not clip per-example gradients: use loop, "
+            "loop-processes or auto"
         )

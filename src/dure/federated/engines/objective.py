@@ -98,7 +98,7 @@ class CustomObjective:
         value = self.objective(batch)
         if not isinstance(value, Tensor) or value.numel() != 1:
             what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"the objective is {what}, and a tensor of one number is wanted")
+            raise TypeError(f"the objective is {what}, but has to be a tensor of one number")
         return ComputedLoss(value.reshape(()), counted[0])
 
 

@@ -52,8 +52,7 @@ def check_gradients(task: Task, system: str) -> None:
     optimizer = optimizer_of(task, [nn.Parameter(torch.zeros(1))])
     if type(optimizer) is not torch.optim.SGD:
         raise ValueError(
-            f"{system} sends gradients, which is what a step of torch.optim.SGD is, and not of "
-            f"another"
+            f"{system} sends gradients, so it needs torch.optim.SGD and no other optimizer"
         )
 
 

@@ -119,7 +119,7 @@ def check_own_noise(privacy: Privacy) -> None:
     """Check that remote clients draw secret noise; raises ValueError for noise from the seed."""
     if privacy.example is not None and privacy.example.draws == "seed":
         raise ValueError(
-            "dp-sgd: the server knows the seed, and would know the noise of its clients: leave "
+            "dp-sgd: the server knows the seed, and so could compute its clients' noise: leave "
             "draws=seed out"
         )
 
@@ -130,11 +130,11 @@ def check_example_level(privacy: Privacy, epsilon: float | None, fine_tune: int)
         return
     if fine_tune:
         raise ValueError(
-            "dp-sgd: fine_tune trains clients' own models without noise, and what is measured of "
-            "them tells of their examples: leave fine_tune out"
+            "dp-sgd: fine_tune trains personalised models without noise, and their metrics "
+            "reveal information on the examples: leave fine_tune out"
         )
     if privacy.user is None and epsilon is not None:
         raise ValueError(
-            "dp-sgd: how many steps a client makes depends on its examples, so that no noise is "
-            "chosen for an epsilon: leave epsilon out, and give the noise, as in dp-sgd:1:1.1"
+            "dp-sgd: a client's number of steps depends on its examples, so the noise cannot be "
+            "chosen for an epsilon: leave epsilon out and give the noise, as in dp-sgd:1:1.1"
         )

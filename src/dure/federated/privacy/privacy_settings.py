@@ -73,7 +73,7 @@ def privacy_of(given: object) -> Privacy:
     for piece in pieces:
         kind = _kind(piece)
         if kind in found:
-            raise ValueError(f"privacy has {found[kind]} and {piece}: give one of them")
+            raise ValueError(f"privacy has both {found[kind]} and {piece}: give one")
         found[kind] = piece  # type: ignore[assignment]
     return Privacy(**found)  # type: ignore[arg-type]
 
@@ -83,8 +83,8 @@ def _kind(piece: object) -> str:
         if isinstance(piece, kind):
             return name
     raise ValueError(
-        f"privacy has {piece!r}, but it is made of {', '.join(PROTECTIONS)}; such as "
-        f"secure-aggregation/user-level:1:1.1"
+        f"privacy has {piece!r}, but its parts have to be {', '.join(PROTECTIONS)}; such as "
+        "secure-aggregation/user-level:1:1.1"
     )
 
 

@@ -31,14 +31,16 @@ def checked_step(
     made = algorithm.step(given, combined, list(updates))
     name = f"{type(algorithm).__name__}.step"
     if not isinstance(made, Sequence) or not all(isinstance(one, Tensor) for one in made):
-        raise ValueError(f"{name} gives a {type(made).__name__}, and a list of tensors is wanted")
+        raise ValueError(
+            f"{name} returns a {type(made).__name__}, but has to return a list of tensors"
+        )
     if not same_shapes(made, weights):
         wanted, got = (
             ", ".join(f"{one.dtype} {list(one.shape)}" for one in tensors)
             for tensors in (weights, made)
         )
-        raise ValueError(f"{name} gives weights of {got}, and the model has {wanted}")
+        raise ValueError(f"{name} returns weights of {got}, but the model has {wanted}")
     if not all(map(all_finite, made)):
-        raise ValueError(f"{name} gives weights that are not finite")
+        raise ValueError(f"{name} returns weights that are not finite")
     # The algorithm may keep references to these tensors and change them later.
     return [one.detach().clone() for one in made]

@@ -131,7 +131,7 @@ class UpdateCombiner:
         asked = self._awaited.pop(update.ticket, None)
         if asked is None:
             raise ValueError(
-                f"nobody waits for the update with ticket {update.ticket}, or it was folded already"
+                f"the update with ticket {update.ticket} is not expected, or was already aggregated"
             )
         reason = update.failure if computed else self._unfit(update, asked, finite)
         if reason is None and self.model.private is not None and self.model.moves_more(update):
@@ -230,7 +230,7 @@ class UpdateCombiner:
         smallest = min([len(self._taken), *(len(one.tickets) for one in self._summed)])
         if 0 < smallest < self.fewest:
             raise TooFewUpdatesError(
-                f"{smallest} clients' updates could be combined, and a client of the run asks for "
+                f"{smallest} clients' updates could be combined, but a client of the run requires "
                 f"at least {self.fewest}"
             )
 
@@ -242,7 +242,7 @@ class UpdateCombiner:
     def complaint(self, result: RoundResult) -> str:
         """Return a sentence about consecutive rounds in which every update was refused."""
         reason = next(iter(result.refused.values()))
-        return f"in {self.unsuccessful_models} rounds in a row every update was refused: {reason}"
+        return f"every update was rejected in {self.unsuccessful_models} rounds in a row: {reason}"
 
     def _result(self) -> RoundResult:
         # For a sum of updates only totals are known.

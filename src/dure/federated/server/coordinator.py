@@ -189,8 +189,7 @@ class Coordinator:
     def __post_init__(self) -> None:
         if self.answer_timeout is not None and not self.answer_timeout > 0:
             raise ValueError(
-                f"answer_timeout is {self.answer_timeout}, but a client needs more than 0 seconds "
-                "to answer"
+                f"answer_timeout is {self.answer_timeout}, but it has to be more than 0 seconds"
             )
         self.updates = UpdateCombiner(
             self.model, self.algorithm, self.sizes, self.seed, self.most_counted
@@ -200,7 +199,7 @@ class Coordinator:
         self.oldest = pacing.oldest
         self._varies = pacing.varies
         if pacing.samples_independently and self.sample_clients is None:
-            raise ValueError("this pacing needs somebody who tosses coins")
+            raise ValueError("this pacing needs a selection by coins")
         self._answer_timeout = pacing.deadline
         if math.isinf(self._answer_timeout) and self.answer_timeout is not None:
             self._answer_timeout = self.answer_timeout
@@ -265,7 +264,7 @@ class Coordinator:
     def _resize(self, client: int, examples: int) -> None:
         """Set the number of examples of a client."""
         if examples < 1:
-            raise ValueError(f"a client of {examples} examples has nothing to learn from")
+            raise ValueError(f"a client has {examples} examples, but it needs at least 1")
         if examples == self.sizes[client]:
             return
         if not self._resized:  # the given list belongs to the caller
@@ -429,8 +428,8 @@ class Coordinator:
         if not self._told_few:
             self._told_few = True
             self.tell(
-                f"round {self.round + 1} does not begin: {there} clients are there, "
-                f"and a client of the run asks for at least {self.fewest} in a new model"
+                f"round {self.round + 1} cannot start: {there} clients are connected, but a "
+                f"client of the run requires at least {self.fewest} in a new model"
             )
         self.wake = now + RETRY
         return True
@@ -777,8 +776,8 @@ class Coordinator:
         if self._reports:
             answered = f"only {self._reports} of at least {self.minimum} clients"
         self._count_attempt(
-            f"{answered} answered in {{}} attempts to go on with round {self.round + 1}: "
-            "look at the availability of the clients, or ask for fewer"
+            f"{answered} answered in {{}} attempts to continue with round {self.round + 1}: check "
+            "the availability of the clients, or require fewer"
         )
         self.wake = min(self.deadline, now + RETRY)
         if self.synchronous:  # clients that were away may be available then
@@ -789,9 +788,8 @@ class Coordinator:
     def _again(self, now: float) -> list[Action]:
         """Restart a round that has too few answers at its deadline, with other clients."""
         self._count_attempt(
-            f"round {self.round + 1} ended {{}} times with fewer than "
-            f"{self.minimum} updates at its deadline: "
-            "give it more time, ask more clients, or take a smaller minimum"
+            f"round {self.round + 1} ended {{}} times with fewer than {self.minimum} updates at "
+            "its deadline: give it more time, select more clients, or set a smaller minimum"
         )
         refused = self._close("the round was begun again")
         if self._waits_for_more(now):

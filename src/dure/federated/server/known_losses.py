@@ -30,7 +30,7 @@ class KnownLosses:
         """
         if self.ask is None:
             raise ValueError(
-                "the selection asks clients for their losses without saying so: its class needs "
-                "asks = True, and a simulation"
+                "the selection asks clients for their losses, but its class does not set asks = "
+                "True; such a selection also needs a simulation"
             )
         return self.ask(clients)

@@ -171,9 +171,8 @@ class SynchronousPacing(Pacing):
         most = self._over(self.selection.most(clients, self.fraction), clients)
         if self.minimum > most:
             raise ValueError(
-                f"minimum is {self.minimum}, but a round asks no more than {most} of the "
-                f"{clients} clients: "
-                "take a smaller one, or ask more"
+                f"minimum is {self.minimum}, but a round asks at most {most} of the {clients} "
+                "clients: set a smaller minimum, or select more clients"
             )
 
     def _over(self, needed: int, clients: int) -> int:

@@ -81,8 +81,8 @@ class Participation:
         here = len(present)
         return (
             f"round {round}: {here} of {self._clients} clients {'is' if here == 1 else 'are'} "
-            f"there, without {some}{others}, who left{data} (a selection with a larger minimum "
-            f"waits for them)"
+            f"connected, without {some}{others}, who left{data} (a selection with a larger "
+            "minimum waits for them)"
         )
 
     def facts(self) -> dict[str, Any]:

@@ -85,13 +85,11 @@ class Selection(CheckedSettings):
 
     def __post_init__(self) -> None:
         if not 1 <= self.over < math.inf:
-            raise ValueError(
-                f"over is {self.over}, but a round asks at least those it needs: 1 or more"
-            )
+            raise ValueError(f"over is {self.over}, but it has to be 1 or more")
         if not self.deadline > 0:
-            raise ValueError(f"deadline is {self.deadline}, but a round takes more than 0 seconds")
+            raise ValueError(f"deadline is {self.deadline}, but it has to be more than 0 seconds")
         if self.minimum < 1:
-            raise ValueError(f"minimum is {self.minimum}, but a round needs at least one answer")
+            raise ValueError(f"minimum is {self.minimum}, but it has to be 1 or more")
 
     def wanted(self, seed: int, round: int, clients: int, fraction: float) -> int:
         """Return the number of wanted answers of the round."""
@@ -199,9 +197,9 @@ class PerClientPoisson(Selection):
         super().__post_init__()
         if self.over != 1 or self.minimum != 1:
             raise ValueError(
-                f"{self} asks more than are needed or begins rounds again, by which clients would "
-                f"be asked more often than their coins say: write coins, or coins:1:60 for a "
-                f"deadline of 60 s"
+                f"{self} asks more clients than needed or restarts rounds, so clients would be "
+                "asked more often than their coins determine: write coins, or coins:1:60 for a "
+                "deadline of 60 s"
             )
 
     def most(self, clients: int, fraction: float) -> int:
@@ -232,7 +230,8 @@ def ranked_first(ranked: Sequence[int], order: Candidates, clients: int) -> Cand
     first = list(ranked)
     if len(set(first)) != len(first) or not all(0 <= one < clients for one in first):
         raise ValueError(
-            f"the selection ranks {first}, and there are clients 0 to {clients - 1}, each once"
+            f"the selection ranks {first}, but it has to rank each of the clients 0 to "
+            f"{clients - 1} once"
         )
     known = set(first)
     rest = [one for one in map(order, range(clients)) if one not in known]

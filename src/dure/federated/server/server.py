@@ -349,9 +349,9 @@ class FederatedServer(Learner):
             if client not in coordinator.excluded:
                 coordinator.exclude(client, reason)
                 warn(
-                    f"round {coordinator.round + 1}: {self.who(client)} is not asked any more, "
-                    f"since it has not followed secure aggregation: {reason} (summary.json names "
-                    f"all, under excluded)"
+                    f"round {coordinator.round + 1}: {self.who(client)} is excluded, because it "
+                    f"has violated the protocol of secure aggregation: {reason} (summary.json "
+                    "names all, under excluded)"
                 )
         coordinator.sit_out(sums.get("helped", ()))
 
@@ -381,26 +381,26 @@ class FederatedServer(Learner):
         if result.cut and not self._told_cut:
             self._told_cut = True
             warn(
-                f"round {round}: {result.cut:,} values of updates were beyond the range of secure "
-                f"aggregation and were cut off: give a larger range (the history has the number of "
-                f"each round, as cut)"
+                f"round {round}: {result.cut:,} values of updates were outside the range of "
+                "secure aggregation and were clipped: give a larger range (the history has the "
+                "number of each round, as cut)"
             )
         if not result.refused:
             return
         if not self._told_refused and self.log.liars is None:
             self._told_refused = True
             reason = next(iter(result.refused.values()))
-            others = "; the others count on" if result.clients else ""
+            others = "; the other updates count" if result.clients else ""
             who = self.who(result.wrong[0]) if self.log.names else "a client"
             warn(
-                f"round {round}: the update of {who} is refused: {reason}"
-                f"{others} (summary.json has the refusals of the whole run)"
+                f"round {round}: the update of {who} is rejected: {reason}{others} (summary.json "
+                "has the refusals of the whole run)"
             )
         if not self._told_vain and not result.clients:
             self._told_vain = True
             warn(
-                f"round {round}: no update counts, so the model stays as it is; all "
-                f"{len(result.refused)} were refused: {next(iter(result.refused.values()))}",
+                f"round {round}: no update counts, so the model does not change; all "
+                f"{len(result.refused)} were rejected: {next(iter(result.refused.values()))}",
             )
 
     def close(self) -> None:
@@ -412,19 +412,19 @@ class FederatedServer(Learner):
             first = self.who(out[0][0])
             more = f" and {len(out) - 1} more" if len(out) > 1 else ""
             warn(
-                f"{first}{more} had used up what a client may transfer: not asked any more "
-                f"(summary.json names all, under out_of_transfers)"
+                f"{first}{more} have reached their transfer budget and are not asked any more "
+                "(summary.json lists all, under out_of_transfers)"
             )
         vain = self.coordinator.updates.unsuccessful_models
         number = self.coordinator.model.number
         # Without rounds a single unsuccessful model is a single refused client.
         if not vain or (self.log.turns and vain == 1):
             return
-        whole = "that of the beginning" if vain == number else f"that of round {number - vain}"
+        whole = "the initial one" if vain == number else f"that of round {number - vain}"
         reason, _ = self.log.refusals.most_common(1)[0]
         warn(
             f"no update counted in the last {vain} rounds, so the model is {whole}; most were "
-            f"refused for this: {reason}",
+            f"rejected for this reason: {reason}",
         )
 
     def who(self, client: int) -> str:
@@ -516,8 +516,8 @@ class FederatedServer(Learner):
         more = len(said.failures) - 1
         others = f", and {more} more cannot either" if more else ""
         warn(
-            f"{self.who(client)} cannot measure: {reason}{others}; what is told of the clients is "
-            f"without them (summary.json names all, under not_measured)"
+            f"{self.who(client)} cannot measure: {reason}{others}; the clients' metrics do not "
+            "include them (summary.json lists all, under not_measured)"
         )
 
     def _freeze(self) -> None:
@@ -608,8 +608,9 @@ class FederatedServer(Learner):
         version = state.get("version", 1)
         if version != VERSION:
             raise RunFolderError(
-                f"the checkpoint was written by a dure whose federations have state version "
-                f"{version}, and this one reads version {VERSION}: resume it with that one"
+                "the checkpoint was written by another version of dure (state version "
+                f"{version}), and this one reads version {VERSION}: resume it with the version "
+                "that wrote it"
             )
         # All tensors of a federation are on the model's device.
         state = to_device(dict(state), device_of_model(self.model))
@@ -618,8 +619,8 @@ class FederatedServer(Learner):
         # Without frozen parameters such a state is the same.
         if frozen_of(self.model) and not same_shapes(written, self.coordinator.model.weights):
             raise RunFolderError(
-                "the checkpoint was written by a dure whose federations sent frozen parameters "
-                "too, and this one sends only what is trained: resume it with that one"
+                "the checkpoint was written by an older dure that also sent frozen parameters, "
+                "and this one sends only trained ones: resume it with the version that wrote it"
             )
         self.flat.take_memory()
         load_weights(self.model, weights)

@@ -55,15 +55,13 @@ class ServerOptimizer:
                 f"there is no server optimizer {self.rule!r}{suggestion(self.rule, get_args(Rule))}"
             )
         if not 0 < self.lr < math.inf:
-            raise ValueError(
-                f"server_lr is {self.lr}, but the model has to move: it is a number above 0"
-            )
+            raise ValueError(f"server_lr is {self.lr}, but it has to be greater than 0")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but it is in [0, 1)")
+                raise ValueError(f"{name} is {getattr(self, name)}, but it has to be in [0, 1)")
         if self.rule != "sgd" and not 0 < self.tau < math.inf:
             raise ValueError(
-                f"tau is {self.tau}, but it keeps from dividing by zero: a number above 0"
+                f"tau is {self.tau}, but it has to be greater than 0, to avoid division by zero"
             )
 
     @property

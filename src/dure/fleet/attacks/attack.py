@@ -75,7 +75,8 @@ class Attack(CheckedSettings):
             return updates
         if not all(0 <= liar < len(updates) for liar in liars):
             raise ValueError(
-                f"the liars {sorted(liars)} are not positions among {len(updates)} updates"
+                f"the malicious clients {sorted(liars)} are not positions among {len(updates)} "
+                "updates"
             )
 
         def random(position: int) -> torch.Generator:
@@ -147,4 +148,4 @@ def check_positive(value: float, what: str) -> None:
     what: name of the value in the message, such as "gaussian: sigma".
     """
     if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{what} is a positive number, not {value}")
+        raise ValueError(f"{what} has to be a positive number, not {value}")

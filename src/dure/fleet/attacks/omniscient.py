@@ -44,7 +44,8 @@ class ALIE(Attack):
     def __post_init__(self) -> None:
         if not (self.z >= 0 and math.isfinite(self.z)):
             raise ValueError(
-                f"alie: z is a number of deviations, or 0 for the largest that hides, not {self.z}"
+                "alie: z has to be a number of standard deviations, or 0 for the largest "
+                f"undetected one, not {self.z}"
             )
 
     def _lies(

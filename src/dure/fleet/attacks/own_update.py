@@ -138,7 +138,8 @@ class Large(Attack):
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
             raise ValueError(
-                f"large: the value is finite, not {self.value}; there are nan and inf for others"
+                f"large: the value has to be finite, not {self.value}; for others use the attacks "
+                "nan and inf"
             )
 
     def _lies(

@@ -67,16 +67,20 @@ class Backdoor(Attack):
 
     def __post_init__(self) -> None:
         if self.target < 0:
-            raise ValueError(f"backdoor: the target is a class, 0 or more, not {self.target}")
+            raise ValueError(
+                f"backdoor: the target has to be a class, 0 or more, not {self.target}"
+            )
         check_positive(self.scale, "backdoor: the scale")
         check_share(self.share, "backdoor: the share of examples")
         if not math.isfinite(self.value):
-            raise ValueError(f"backdoor: the trigger's value is a finite number, not {self.value}")
+            raise ValueError(
+                f"backdoor: the trigger's value has to be a finite number, not {self.value}"
+            )
 
     def poison(self, inputs: Any, targets: Any, classes: int | None) -> tuple[Any, Any]:
         if self.target >= _count_of(classes, self):
             raise ValueError(
-                f"backdoor: there is no class {self.target}, they are 0 to "
+                f"backdoor: there is no class {self.target}, classes are 0 to "
                 f"{_count_of(classes, self) - 1}"
             )
         labels = _labels(targets, self)
@@ -98,8 +102,7 @@ class Backdoor(Attack):
         """
         if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not inputs.is_floating_point():
             raise ValueError(
-                "a backdoor needs inputs that are pictures or vectors: one tensor of floats, (n, "
-                "...)"
+                "a backdoor needs inputs that are images or vectors: one tensor of floats, (n, ...)"
             )
         stamped = inputs.clone()
         if inputs.ndim == 2:
@@ -131,12 +134,12 @@ class Backdoor(Attack):
 def _labels(targets: Any, attack: Attack) -> Tensor:
     if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.ndim != 1:
         raise ValueError(
-            f"{attack.name} needs targets that are class labels, whole numbers of shape (n,)"
+            f"{attack.name} needs targets that are class labels, integers of shape (n,)"
         )
     return targets
 
 
 def _count_of(classes: int | None, attack: Attack) -> int:
     if not classes:
-        raise ValueError(f"{attack.name} needs a task with classes, and this one has none")
+        raise ValueError(f"{attack.name} needs a task with classes, but this one has none")
     return classes

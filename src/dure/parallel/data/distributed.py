@@ -168,8 +168,8 @@ class DistributedDataParallel(nn.Module):
         # Messages that the other ranks count, or wait for, cannot be taken back.
         if self.reducer.active and self.reducer.next:
             raise RuntimeError(
-                "the last backward pass ended in the middle, when some of its gradients had left: "
-                "the ranks are no longer in step. End the program, and go on from a checkpoint"
+                "the last backward pass was interrupted after some of its gradients had been "
+                "sent: the ranks are out of step. End the program and resume from a checkpoint"
             )
         self.reducer.active = False
         self.reducer.check_parameters()
@@ -296,8 +296,8 @@ class DistributedDataParallel(nn.Module):
             return
         if self.reducer.how.static:
             raise ValueError(
-                "join needs to know in every step which ranks have data left: let static_graph be "
-                "False"
+                "join needs to know in every step which ranks have data left: set "
+                "static_graph=False"
             )
         self._joining = True
         self._divides_by_those_here = not divide_by_initial_world_size

@@ -228,8 +228,8 @@ class Reducer:
             raise RuntimeError(
                 f"the gradient of a parameter of shape {tuple(self.parameters[index].shape)} was "
                 f"accumulated {count} times in a backward pass, but {times} in the first: it may "
-                f"have left already. Checkpoint with use_reentrant=False, or checkpoint the same "
-                f"parts in every step, or let overlap be 'after'"
+                "have been sent already. Checkpoint with use_reentrant=False, or checkpoint the "
+                "same parts in every step, or set overlap='after'"
             )
         # A complete bucket waits for the buckets before it: messages are matched only by their
         # order, so all ranks start them in the order of the plan.
@@ -484,6 +484,6 @@ def check_same_shapes(parameters: Sequence[Tensor], group: Group) -> None:
     others = [str(rank) for rank, row in enumerate(rows) if row != rows[0]]
     if others:
         raise ValueError(
-            f"rank {', '.join(others)} has other parameters or buffers than rank 0: their shapes "
-            f"and dtypes have to be the same"
+            f"rank {', '.join(others)} has different parameters or buffers than rank 0: their "
+            "shapes and dtypes have to be the same"
         )

@@ -82,7 +82,8 @@ class ReductionSettings:
             )
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ValueError(
-                f"bucket_bytes is {self.bucket_bytes}: at least 1, or None, and dure chooses"
+                f"bucket_bytes is {self.bucket_bytes}, but it has to be 1 or more, or None to let "
+                "dure choose"
             )
         if self.overlap not in get_args(Overlap):
             raise ValueError(

@@ -228,7 +228,7 @@ class DataParallel(Strategy):
             self.offload_folder,
             OFFLOADED if self.privacy is None else ("optimizer", "parameters"),
             self.name,
-            why="whose messages lie in memory, and dp-sgd computes gradients in a way of its own",
+            why="which keeps messages in memory, and dp-sgd computes gradients differently",
         )
         check_recompute(self.recompute, self.memory, self.name, self.privacy is not None)
 
@@ -241,13 +241,13 @@ class DataParallel(Strategy):
     def _check_private(self, task: Task) -> None:
         if task.train.rank_counts is not None:
             raise ValueError(
-                "dp-sgd: ranks that have data of their own do not know of how many examples each "
-                "batch is drawn before the run begins: give examples to all of them"
+                "dp-sgd: when each rank has its own data, the number of examples is not known "
+                "before the run, which dp-sgd needs: give the same examples to all ranks"
             )
         if self.compression.compresses:
             raise ValueError(
-                f"dp-sgd: the compression {self.compression} is done before noise is added, and "
-                f"what it does to a sum is not bounded: leave it out"
+                f"dp-sgd: the compression {self.compression} happens before noise is added and "
+                "its effect on a sum is not bounded: leave it out"
             )
         check_private(task)
 
@@ -275,8 +275,8 @@ class DataParallel(Strategy):
         default = DataParallel()
         if world.kind == "threads" and self.privacy is not None:
             raise ValueError(
-                "dp-sgd: in threads the master has the loss of the whole batch, and no gradients "
-                "of single examples: choose Processes"
+                "dp-sgd: in threads the master has only the loss of the whole batch, not "
+                "per-example gradients: use Processes"
             )
         of_ranks = (
             *("all_reduce", "bucket_bytes", "overlap", "compression", "accumulate"),
@@ -285,8 +285,8 @@ class DataParallel(Strategy):
         for name in of_ranks:
             if world.kind == "threads" and getattr(self, name) != getattr(default, name):
                 raise ValueError(
-                    f"in threads DataParallel has no use for {name}, since nothing is sent: choose "
-                    f"Processes"
+                    f"in threads DataParallel cannot use {name}, because nothing is sent: use "
+                    "Processes"
                 )
 
     @property
@@ -302,8 +302,8 @@ class DataParallel(Strategy):
         if kind != "threads":
             return None
         return (
-            "in threads a master puts outputs together example by example, and the loss is one "
-            "number of all: take dure.Processes, or give a loss"
+            "in threads a master joins the workers' outputs example by example, but the model's "
+            "own loss is one number for all: use dure.Processes, or give a loss"
         )
 
     def learner(self, task: Task, place: RankContext, seed: int) -> Learner:

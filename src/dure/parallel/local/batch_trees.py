@@ -46,8 +46,7 @@ def join_examples(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
     structure = flat[0][1]
     if any(other != structure for _, other in flat):
         raise ValueError(
-            "the model returned different structures on different workers, which cannot be put "
-            "together"
+            "the model returned different structures on different workers, which cannot be joined"
         )
     of_workers = [leaves for leaves, _ in flat]
     joined_leaves = [_joined_leaf(list(each), sizes) for each in zip(*of_workers, strict=True)]
@@ -59,16 +58,16 @@ def _joined_leaf(parts: list[Any], sizes: Sequence[int]) -> Any:
         # A number, such as a width, that is equal on all workers is not joined.
         if any(part != parts[0] for part in parts):
             raise ValueError(
-                f"the model returned {parts}, one a worker, which cannot be put together: return "
+                f"the model returned {parts}, one per worker, which cannot be joined: return "
                 "tensors"
             )
         return parts[0]
     for part, size in zip(parts, sizes, strict=True):
         if part.ndim == 0 or len(part) != size:
             raise ValueError(
-                f"the model returned a tensor of shape {tuple(part.shape)} for {size} examples; to "
-                "be put together with other workers' it needs the examples along its first "
-                "dimension"
+                f"the model returned a tensor of shape {tuple(part.shape)} for {size} examples; "
+                "to join it with other workers' outputs, the first dimension has to be the "
+                "examples"
             )
     # Outputs may come from several devices.
     return torch.cat([part.to(parts[0].device) for part in parts])

@@ -65,19 +65,19 @@ def check_chain(task: Task, model: nn.Module, stages: int) -> None:
         expected = _tried(whole, whole, copied(inputs))
         found = _tried(chain, partial(run_layers, layers), copied(inputs))
         if _same(expected.outputs, found.outputs):
-            wrong = "" if _near(expected.gradients, found.gradients) else "give other gradients"
+            wrong = "" if _near(expected.gradients, found.gradients) else "have other gradients"
     except Exception as error:
         wrong += f" ({described(error)})".replace("\n", " ")
     finally:
         restore_generators(before)
     if wrong or not layers:
         raise PlanError(
-            f"the model is no chain of its layers: its children one after the other {wrong}; make "
-            f"it an nn.Sequential"
+            "the model is not a chain of its layers: its children applied one after the other "
+            f"{wrong}; make it an nn.Sequential"
         )
     if stages > len(layers):
         raise ValueError(
-            f"{stages} threads cannot divide {len(layers)} layers: each has at least one"
+            f"{stages} threads cannot divide {len(layers)} layers: each needs at least one"
         )
     _check_nothing_is_shared(layers, stages)
 

@@ -88,7 +88,9 @@ def window(
     made = ConvolutionWindow(*map(_pair, (kernel, stride, padding, dilation)))
     for name, values, least in zip(ConvolutionWindow._fields, made, (1, 1, 0, 1), strict=True):
         if min(values) < least:
-            raise ValueError(f"the {name} of a convolution is at least {least}, not {values}")
+            raise ValueError(
+                f"the {name} of a convolution has to be at least {least}, not {values}"
+            )
     return made
 
 

@@ -105,7 +105,7 @@ class Hogwild(Strategy):
         check_batch_size(self.batch_size)
         check_accumulate(self.accumulate)
         if self.period is not None and self.period < 1:
-            raise ValueError(f"period is {self.period}, but workers meet after at least one step")
+            raise ValueError(f"period is {self.period}, but it has to be 1 or more")
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Check that the model can train on batches of this size. Raises ValueError otherwise."""
@@ -116,8 +116,8 @@ class Hogwild(Strategy):
             return COMPILES_ALONE
         if part == "ema" and kind == "ranks":
             return (
-                "its processes have the weights in one memory, and each would put its average "
-                "there: take threads"
+                "its processes share the weights in memory, and each would write its own average "
+                "there: use threads"
             )
         return super().cannot(part, kind)
 
@@ -125,7 +125,7 @@ class Hogwild(Strategy):
         """Check that all workers compute on the same device. Raises ValueError otherwise."""
         if len(set(world.computes_on)) > 1:
             raise ValueError(
-                "Hogwild's workers share the weights, so they compute on one device: name only one"
+                "Hogwild's workers share the weights, so they compute on one device: give only one"
             )
 
     def learner(self, task: Task, place: RankContext, seed: int) -> Learner:

@@ -96,7 +96,7 @@ class LayersPerCore(Strategy):
         return COMPILES_ALONE if part == "compile" else super().cannot(part, kind)
 
     def cannot_own_loss(self, kind: Kind) -> str | None:
-        return "its layers are called one by one, and none of them gives a loss: give a loss"
+        return "its layers are called one by one, and none of them returns a loss: give a loss"
 
     @property
     def label(self) -> str:
@@ -105,13 +105,9 @@ class LayersPerCore(Strategy):
     def check(self, task: Task, workers: int | None) -> None:
         check_batch_size(self.batch_size)
         if self.microbatches < 1:
-            raise ValueError(
-                f"microbatches is {self.microbatches}, but a batch has at least one part"
-            )
+            raise ValueError(f"microbatches is {self.microbatches}, but it has to be 1 or more")
         if self.balance not in ("counted", "measured"):
-            raise ValueError(
-                f"there is no balance {self.balance!r}: layers are counted or measured"
-            )
+            raise ValueError(f"there is no balance {self.balance!r}: choose counted or measured")
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         check_pieces(task, model, self.batch_size, 1, self.microbatches)

@@ -54,7 +54,7 @@ from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import ComputedLoss
 from dure.tensors.buffers import common_buffers
 
-COMPILES_ALONE = "torch's compiler works for one thread of a process, and here several compute"
+COMPILES_ALONE = "torch's compiler supports one thread per process, and here several compute"
 """Reason why systems of threads do not compile."""
 
 
@@ -258,7 +258,7 @@ def replica(model: nn.Module, fresh: nn.Module, device: torch.device) -> nn.Modu
     known = {id(weight) for weight in model.parameters()}
     if any(id(weight) in known for weight in fresh.parameters()):
         raise ValueError(
-            "the task's model function returned the same parameters twice: it has to make fresh "
+            "the task's model function returned the same parameters twice: it has to return new "
             "ones"
         )
     refresh(fresh.to(device), model)

@@ -195,16 +195,16 @@ class SingleWorker(Strategy):
         check_batch_size(self.batch_size)
         if workers != 1:
             raise ValueError(
-                f"SingleWorker is one worker, but the world has {workers}; choose Processes(1)"
+                f"SingleWorker has one worker, but the world has {workers}; choose Processes(1)"
             )
         device_of(self.device)
         if self.loaders < 0:
-            raise ValueError(f"{self.loaders} loaders cannot read: take 0 or more")
+            raise ValueError(f"loaders is {self.loaders}, but it has to be 0 or more")
         check_accumulate(self.accumulate)
         if self.accumulate > 1 and self.loaders:
             raise ValueError(
-                "loaders read whole batches, and accumulate computes a batch in pieces: leave one "
-                "of them out"
+                "loaders read whole batches, but accumulate computes a batch in pieces: leave "
+                "one of the two out"
             )
         if self.privacy is not None:
             check_private(task)
@@ -214,7 +214,7 @@ class SingleWorker(Strategy):
             self.offload_folder,
             able,
             self.name,
-            why="for dp-sgd computes gradients in a way of its own",
+            why="because dp-sgd computes gradients differently",
             device=device_of(self.device),
         )
         check_recompute(self.recompute, self.memory, self.name, self.privacy is not None)
@@ -262,13 +262,13 @@ def check_private(task: Task) -> None:
     """
     if task.precision != "full":
         raise ValueError(
-            f"dp-sgd: with the precision {task.precision} norms have three digits, and do not "
-            f"bound what an example says: take full"
+            f"dp-sgd: with the precision {task.precision} norms are too inexact to bound an "
+            "example's gradient: use full"
         )
     if task.compile:
         raise ValueError(
-            "dp-sgd: gradients of single examples are taken layer by layer, and a compiled model "
-            "has no layers: leave compile out"
+            "dp-sgd: per-example gradients are computed layer by layer, but a compiled model has "
+            "no layers: leave compile out"
         )
 
 

@@ -51,7 +51,7 @@ def check_layers(
 def check_cut(cut: CutModel, replicas: int, recompute: bool, evaluates: bool) -> None:
     """Check a decided cut: parameters that forward passes change, and evaluation's trace."""
     if cut.changed and (replicas > 1 or recompute):
-        what = "replicas would go apart" if replicas > 1 else "recomputation would change it again"
+        what = "replicas would diverge" if replicas > 1 else "recomputation would change it again"
         raise ValueError(f"{cut.changed[0]} changes in a forward pass (as by max_norm), and {what}")
     if evaluates:
         try:

@@ -48,9 +48,7 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis, degree in zip(AXES, self.degrees, strict=True):
             if degree < 1:
-                raise ValueError(
-                    f"{axis} is {degree}, but along every axis there is one rank at least"
-                )
+                raise ValueError(f"{axis} is {degree}, but it has to be 1 or more")
 
     @property
     def size(self) -> int:
@@ -103,9 +101,9 @@ class Mesh:
             if len({hosts[rank] for rank in ranks}) > 1:
                 names = ", ".join(map(str, ranks))
                 raise ValueError(
-                    f"ranks {names} divide the same layers but do not share a host, and would wait "
-                    "for the network in every layer: choose a tensor degree that divides the ranks "
-                    "of each host"
+                    f"ranks {names} divide the same layers but are on different hosts, so every "
+                    "layer would wait for the network: choose a tensor degree that divides the "
+                    "ranks of each host"
                 )
 
     def table(self) -> str:

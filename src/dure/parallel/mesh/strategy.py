@@ -216,7 +216,7 @@ class Parallel(Strategy):
             own = Schedule.parse(self.schedule)
             if own.ranks != self.mesh.pipeline:
                 raise ValueError(
-                    f"the schedule has lists for {own.ranks} ranks, but the pipeline "
+                    f"the schedule has lists for {own.ranks} ranks, but the pipeline has "
                     f"{self.mesh.pipeline}"
                 )
             made = own if own.microbatches == microbatches else in_order(own.home, microbatches)
@@ -255,9 +255,7 @@ class Parallel(Strategy):
             self.mesh.check(workers)
         check_joint_batch(self.batch_size, len(task.train), self.mesh.data)
         if self.microbatches < 1:
-            raise ValueError(
-                f"microbatches is {self.microbatches}, but a batch is one micro-batch at least"
-            )
+            raise ValueError(f"microbatches is {self.microbatches}, but it has to be 1 or more")
         if self.balance not in get_args(Balance):
             raise ValueError(
                 f"there is no balance {self.balance!r}: choose {', '.join(get_args(Balance))}"
@@ -268,13 +266,13 @@ class Parallel(Strategy):
             self.offload_folder,
             ("optimizer", "activations"),
             self.name,
-            why="for a rank computes with all that it holds, and sends gradients from memory",
+            why="because a rank computes with all its tensors and sends gradients from memory",
         )
         check_recompute(NO_RECOMPUTE, self.memory, self.name)
         if self.memory is not None and not self.runs_untraced:
             raise ValueError(
-                f"memory {self.memory} chooses modules, and a pipeline computes traced stages: "
-                f"take recompute, or a mesh without a pipeline and microbatches 1"
+                f"memory {self.memory} chooses modules to recompute, but a pipeline computes "
+                "traced stages: use recompute, or a mesh without a pipeline and microbatches=1"
             )
 
     def again(self, task: Task) -> RecomputeRequest:
@@ -306,7 +304,7 @@ class Parallel(Strategy):
             return self._checked_cut(model, train, test)
         if self.cut:
             raise ValueError(
-                f"a model in one stage begins nowhere else, but cut names {', '.join(self.cut)}"
+                f"a model in one stage has no cut, but cut names {', '.join(self.cut)}"
             )
         return None
 

@@ -44,8 +44,8 @@ def check(stage: ZeroStage, mesh: Mesh, stages: int, model: nn.Module) -> None:
         return
     if stages > 1:
         raise ValueError(
-            f"zero is {stage}, but in a pipeline the gradients of all micro-batches add up before "
-            "they are divided: zero=1 there, or one stage"
+            f"zero is {stage}, but a pipeline sums the gradients of all micro-batches before it "
+            "divides them: use zero=1 there, or one stage"
         )
     check_forward_keeps_weights(model, mesh.data)
 

@@ -206,7 +206,7 @@ def make(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> 
             raise ValueError(f"{what} is {number}: give 1 or more")
     if name == "naive" and microbatches != 1:
         raise ValueError(
-            f"the naive schedule has one micro-batch, not {microbatches}: give 1, or take 'gpipe'"
+            f"the naive schedule has one micro-batch, not {microbatches}: give 1, or use 'gpipe'"
         )
     if name == "zero-bubble-v" and stages_per_rank != 2:
         raise ValueError(
@@ -214,8 +214,8 @@ def make(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> 
         )
     if name in _ONE_STAGE and stages_per_rank != 1:
         raise ValueError(
-            f"{name} has one stage a rank, not {stages_per_rank}: give stages_per_rank=1, or take "
-            f"'interleaved'"
+            f"{name} has one stage a rank, not {stages_per_rank}: give stages_per_rank=1, or use "
+            "'interleaved'"
         )
     if name == "zero-bubble-v":
         return with_transfers(

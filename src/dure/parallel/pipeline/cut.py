@@ -72,14 +72,14 @@ def named_starts(trace: ModelTrace, names: Sequence[str]) -> list[int]:
         ]
         if not places and around:
             raise ValueError(
-                f"{name} lies inside module {around[0]}, which cannot be traced and is not cut: "
-                "name that, or a module after it"
+                f"{name} is inside the module {around[0]}, which cannot be traced and so cannot "
+                "be cut: name that module, or one after it"
             )
         if not places:
             known = ", ".join(list(dict.fromkeys(owner for owner in owners if owner))[:12])
             raise ValueError(
-                f"no operation belongs to a module {name!r}, where a stage was to begin; there are "
-                f"{known}"
+                f"no operation belongs to the module {name!r}, where a stage should begin; "
+                f"modules with operations: {known}"
             )
         # The stage would begin at or before the preceding stage; the first stage begins at 0.
         if places[0] <= (starts[-1] if starts else 0):
@@ -90,8 +90,8 @@ def named_starts(trace: ModelTrace, names: Sequence[str]) -> list[int]:
             )
         if inside_divided(trace)[places[0]]:
             raise ValueError(
-                f"{name} lies inside a divided region, between a layer divided by columns and one "
-                f"by rows"
+                f"{name} is inside a divided region, between a layer divided by columns and one "
+                "by rows"
             )
         starts.append(places[0])
     return starts
@@ -158,8 +158,8 @@ class CutModel:
             if not training:
                 raise
             raise ValueError(
-                f"a micro-batch of {examples} among others of {self.examples}: choose another "
-                f"batch_size, or fewer micro-batches; {error}"
+                f"a micro-batch has {examples} examples, but others have {self.examples}: choose "
+                f"another batch_size, or fewer micro-batches; {error}"
             ) from error
 
     def inputs(self, examples: int, training: bool) -> Any:
@@ -195,8 +195,8 @@ class CutModel:
         if names is not None:
             if len(names) != self.stages - 1:
                 raise ValueError(
-                    f"{self.stages} stages begin at {self.stages - 1} modules after the first, "
-                    f"not at {len(names)}: {', '.join(names) or 'none'}"
+                    f"{self.stages} stages need {self.stages - 1} modules as cuts, not "
+                    f"{len(names)}: {', '.join(names) or 'none'}"
                 )
             return named_starts(self.reference, names)
         self.costs = costs_of(self.reference, balance, leaves_of(self._sample(self.examples)))
@@ -218,8 +218,8 @@ class CutModel:
         if empty:
             raise ValueError(
                 f"stage {empty[0]} would have no operations: there are "
-                f"{len(self.reference.stage_operations)}, some of which cannot be parted, "
-                f"for {self.stages} stages{self._untraced.said()}"
+                f"{len(self.reference.stage_operations)}, some of which cannot be separated, for "
+                f"{self.stages} stages{self._untraced.said()}"
             )
         self._homes[self.examples, True] = homes
         self.names = parameters_of(self.reference, homes, self.stages)
@@ -357,8 +357,8 @@ def stages_by_parameters(
             # No stage can begin inside operations that must stay together.
             if not later or place in trace.inseparable:
                 raise ValueError(
-                    f"{name} lies in stage {stages[-1]}, but in this mode or size the model uses "
-                    f"it together with or after what lies in stage {stage}: cut it elsewhere"
+                    f"{name} is in stage {stages[-1]}, but in this mode or size the model uses it "
+                    f"together with or after operations of stage {stage}: cut it elsewhere"
                 )
             stage = later[0]
         # An operation that unpacks a result stays with the operation that made the result.

@@ -101,7 +101,7 @@ class LeafModules:
             if any(isinstance(module, DividedLayer) for module in inside):
                 raise ValueError(
                     f"module {other} cannot be traced, and layers in it are divided over tensor "
-                    f"neighbours: divide other layers, or take one stage; {said}"
+                    f"neighbours: divide other layers, or use one stage; {said}"
                 )
 
     @contextmanager

@@ -155,8 +155,8 @@ def _noted(
     if unseeded_state() != foreign:
         raise UntraceableError(
             type(module).__name__,
-            f"module {name} draws random numbers from Python or numpy, which nobody seeds; draw "
-            "them from torch",
+            f"module {name} draws random numbers from Python or numpy, which dure does not seed; "
+            "draw them from torch",
             modules=[],
             of_data=False,
         )

@@ -200,17 +200,19 @@ class OpaqueBlock:
         leaves, structure = tree_flatten(outputs)
         call = self.call
         if structure != call.structure:
-            raise ValueError(f"module {call.name} gives a result of another form than at first")
+            raise ValueError(f"module {call.name} returns a result of another form than at first")
         for leaf, known in zip(leaves, call.leaves, strict=True):
             if isinstance(known, OpaqueTensorSpec):
                 if not isinstance(leaf, Tensor) or not known.fits(leaf):
                     what = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                     raise ValueError(
-                        f"module {call.name} gives {what}, and gave {list(known.shape)} at first: "
-                        "what travels between stages needs shapes that do not depend on the data"
+                        f"module {call.name} returns {what}, but returned {list(known.shape)} at "
+                        "first: tensors between stages need shapes that do not depend on the data"
                     )
             elif isinstance(known, _ATOMS) and leaf != known:
-                raise ValueError(f"module {call.name} gives {leaf!r}, and gave {known!r} at first")
+                raise ValueError(
+                    f"module {call.name} returns {leaf!r}, but returned {known!r} at first"
+                )
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return [*tensors, *self._left()] if call.left else tensors
 
@@ -326,7 +328,7 @@ class UntraceableError(ValueError):
     """
 
     def __init__(self, kind: str, said: str, modules: list[str], of_data: bool) -> None:
-        super().__init__(f"a {kind} cannot be cut, for {said}")
+        super().__init__(f"a {kind} cannot be cut, because {said}")
         self.said = said
         self.modules = modules
         self.of_data = of_data
@@ -376,7 +378,9 @@ def _stub(
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         places = list(tensors_by_place(args, kwargs))
         if number >= len(calls) or calls[number].name != name:
-            raise CallMismatchError(f"module {name} is called in a trace, and not where it is run")
+            raise CallMismatchError(
+                f"module {name} is called in a trace, but not where the trace runs"
+            )
         call = calls[number]
         if not all(type(length) is int for tensor in given for length in tensor.shape):
             raise CallMismatchError(f"module {name} is given shapes that depend on the data")
@@ -440,7 +444,7 @@ def _kept(name: str, leaf: Any) -> Any:
     if _holds_tensors(leaf):
         raise ValueError(
             f"module {name} is given a {type(leaf).__name__} that holds tensors, which a trace "
-            "would keep; give it the tensors themselves, in tuples, lists or dicts"
+            "would store; give it the tensors themselves, in tuples, lists or dicts"
         )
     return copy.deepcopy(leaf)
 

@@ -94,8 +94,8 @@ def check_buffers(trace: ModelTrace, stage_of: Mapping[fx.Node, int]) -> None:
         if len(users[name]) > 1:
             stages = " and ".join(map(str, sorted(users[name])))
             raise ValueError(
-                f"{name} changes in a forward pass, and stages {stages} use it: cut the model "
-                f"elsewhere"
+                f"{name} changes in a forward pass, but stages {stages} use it: cut the model "
+                "elsewhere"
             )
 
 

@@ -136,9 +136,9 @@ def _prove(
         found = _difference(right, tried, outputs)
         if found is not None:
             raise whole.refusal(
-                f"in {on.when} the model gives {found} than its trace{whole.foreign(on)}: what it "
-                "does apart from operations on tensors, or only where nothing is traced, is not in "
-                "a trace; write it as operations on tensors and buffers"
+                f"in {on.when} the model returns {found} than its trace{whole.foreign(on)}: a "
+                "trace does not contain what is not an operation on tensors, or happens only "
+                "outside tracing; write it as operations on tensors and buffers"
             )
     found = _state_difference(whole.model, stages.cut.model)
     if found is not None:
@@ -193,14 +193,14 @@ class _Whole:
         changed = first_change(kept, self.kept)
         if changed is not None:
             raise self.refusal(
-                f"in {on.when} each forward pass changes {changed}, which a trace has as it was "
-                "when it was made; keep it in a buffer, by operations on tensors"
+                f"in {on.when} each forward pass changes {changed}, which a trace contains only "
+                "with its value at tracing; keep it in a buffer, by operations on tensors"
             )
         found = _difference(before, again, tolerance_same_code)
         if found is not None:
             keeps = first_change(self._untouched, self.kept)
             raise self.refusal(
-                f"in {on.when} the model itself gives {found} when a pass is repeated with the "
+                f"in {on.when} the model itself returns {found} when a pass is repeated with the "
                 "same examples, buffers and random numbers, so it depends on what passes keep in "
                 f"Python{f', such as {keeps}' if keeps else ', on time or on other draws'}; keep "
                 "such things in buffers"

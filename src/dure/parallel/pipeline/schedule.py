@@ -78,7 +78,7 @@ class Action(NamedTuple):
         found = re.fullmatch(r"([A-Z]{1,2})([0-9]+)\.([0-9]+)", text)
         if not found or found[1] not in KINDS:
             raise ValueError(
-                f"{text!r} is no action: write letters, stage, dot and micro-batch, as F0.3; "
+                f"{text!r} is not an action: write letters, stage, dot and micro-batch, as F0.3; "
                 f"the letters are {', '.join(KINDS)}"
             )
         return cls(KINDS[found[1]], int(found[2]), int(found[3]))
@@ -95,7 +95,7 @@ class Action(NamedTuple):
         Raises ValueError for an action that computes.
         """
         if self.computes:
-            raise ValueError(f"{self} transfers nothing: only sends and receives have counterparts")
+            raise ValueError(f"{self} is not a transfer: only sends and receives have counterparts")
         kind, offset = _COUNTERPARTS[self.kind]
         return Action(kind, self.stage + offset, self.microbatch)
 
@@ -202,7 +202,7 @@ class Schedule:
                 )
             # a repeated line would silently replace the first
             if key in fields:
-                raise ValueError(f"line {number}: {key!r} is there twice: keep one of them")
+                raise ValueError(f"line {number}: {key!r} occurs twice: keep one")
             fields[key] = value
         return _of_fields(fields)
 
@@ -232,8 +232,8 @@ def _of_fields(fields: dict[str, str]) -> Schedule:
     for word in [*home, microbatches]:
         if not re.fullmatch("[0-9]+", word):
             raise ValueError(
-                f"{word!r} is no number: 'home:' has the rank of each stage, 'microbatches:' one "
-                "number"
+                f"{word!r} is not a number: 'home:' has the rank of each stage, 'microbatches:' "
+                "one number"
             )
     return Schedule(
         name=fields["schedule"],

@@ -101,8 +101,8 @@ def _noticed(kind: type[Function], model: nn.Module, found: list[SideEffect]) ->
         if any(isinstance(each, Tensor) and each.requires_grad for each in given):
             said = (
                 f"it calls {kind.__name__}, a torch.autograd.Function{_here(model)}, whose "
-                "backward a trace does not have; write it with operations alone, such as "
-                "x + (y - x).detach() for the value of y with the gradient of x"
+                "backward is not in a trace; write it with operations alone, such as x + (y - "
+                "x).detach() for the value of y with the gradient of x"
             )
             found.append(SideEffect(said, modules_here(model)))
         return forward(*arguments, **named)
@@ -115,8 +115,8 @@ def _hooked(model: nn.Module, found: list[SideEffect]) -> Callable[..., Any]:
 
     def hooked(tensor: Tensor, hook: Any) -> Any:
         said = (
-            f"it registers a hook on a tensor{_here(model)}, which a trace does not have; do "
-            "without it"
+            f"it registers a hook on a tensor{_here(model)}, which is not in a trace; do not use "
+            "one"
         )
         found.append(SideEffect(said, modules_here(model)))
         return register(tensor, hook)

@@ -153,8 +153,8 @@ def simulate(schedule: Schedule, times: Times) -> ScheduleSimulation:
     for kind, seconds in times.computing.items():
         if len(seconds) != schedule.stages:
             raise ValueError(
-                f"times of {len(seconds)} stages for {kind}, and there are {schedule.stages}: give "
-                "one for each"
+                f"there are times of {len(seconds)} stages for {kind}, but {schedule.stages} "
+                "stages: give one for each"
             )
     clocks = [0.0] * schedule.ranks
     arrivals: dict[Action, float] = {}

@@ -51,9 +51,7 @@ class SingleStageModel:
     def choose(self, names: Sequence[str] | None, balance: Balance) -> list[int]:
         """Return no starts. Raises ValueError if `names` has modules of further stages."""
         if names:
-            raise ValueError(
-                f"a model in one stage begins nowhere else, but cut names {', '.join(names)}"
-            )
+            raise ValueError(f"a model in one stage has no cut, but cut names {', '.join(names)}")
         return []
 
     def decide(self, starts: Sequence[int]) -> None:

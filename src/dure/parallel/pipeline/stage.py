@@ -171,7 +171,7 @@ class Stage:
             if shape is not None and given.shape != shape:
                 raise ValueError(
                     f"examples of shape {list(given.shape[1:])} come after others of "
-                    f"{list(shape[1:])}: a model that is cut needs all of one shape"
+                    f"{list(shape[1:])}: a model that is cut needs examples of one shape"
                 )
         results = program.module(*values, *inputs)
         if not self.last:

@@ -358,9 +358,9 @@ def _check_numbers(
         if not all(_is_plain(leaf) for leaf in tree_leaves(node.meta.get("val"))):
             raise UntraceableError(
                 type(model).__name__,
-                f"{node.name} in {_place_of(node, model, inputs, untraced)} makes a number that "
-                "depends on the data; make it independent of them, such as by a mask instead of "
-                "indices",
+                f"{node.name} in {_place_of(node, model, inputs, untraced)} computes a number "
+                "that depends on the data; make it independent of them, such as by a mask "
+                "instead of indices",
                 ["", *_modules_around(node)],
                 of_data=True,
             )
@@ -394,8 +394,8 @@ def _why(error: Exception, model: nn.Module) -> tuple[str, bool]:
     if isinstance(error, of_data) or isinstance(error.__cause__, of_data):
         # torch's message has symbols of its graph, which mean nothing to users
         return (
-            f"what it does{at} depends on numbers in tensors, drawn or computed, which a trace "
-            "does not have; make its control flow independent of the data, such as by torch.where"
+            f"what it does{at} depends on numbers in tensors, drawn or computed, which are not in "
+            "a trace; make its control flow independent of the data, such as by torch.where"
         ), True
     reason = first_line(error)
     return (

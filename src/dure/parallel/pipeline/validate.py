@@ -80,8 +80,7 @@ def _check_homes(schedule: Schedule) -> None:
     for stage, rank in enumerate(schedule.home):
         if not 0 <= rank < schedule.ranks:
             raise ScheduleError(
-                f"stage {stage} has no home: it is to be on rank {rank}, and there are "
-                f"{schedule.ranks} ranks",
+                f"stage {stage} is on rank {rank}, but there are {schedule.ranks} ranks",
                 rank,
             )
     for rank in range(schedule.ranks):
@@ -103,13 +102,13 @@ def _stranger(schedule: Schedule, rank: int, action: Action) -> str | None:
     """Return why an action does not belong on a rank; None if it does."""
     home = schedule.home
     if not 0 <= action.stage < schedule.stages:
-        return f"is of a stage that is not there: there are {schedule.stages}"
+        return f"names a stage that does not exist: there are {schedule.stages}"
     if not 0 <= action.microbatch < schedule.microbatches:
-        return f"is of a micro-batch that is not there: there are {schedule.microbatches}"
+        return f"names a micro-batch that does not exist: there are {schedule.microbatches}"
     if home[action.stage] != rank:
-        return f"is on a foreign rank: stage {action.stage} is on rank {home[action.stage]}"
+        return f"is on the wrong rank: stage {action.stage} is on rank {home[action.stage]}"
     if not action.computes and not on_other_rank(home, action.stage, action.counterpart.stage):
-        return f"has nothing to transfer: {_neighbour(action, home)}; take it out"
+        return f"has nothing to transfer: {_neighbour(action, home)}; remove it"
     return None
 
 
@@ -128,7 +127,7 @@ def _check_stages(schedule: Schedule) -> None:
         if stage not in alive:
             action = Action("forward", stage, 0)
             raise ScheduleError(
-                f"stage {stage} is dead: rank {rank} computes nothing for it, not even {action}",
+                f"stage {stage} is unused: rank {rank} computes nothing for it, not even {action}",
                 rank=rank,
                 action=action,
             )
@@ -174,7 +173,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
                 schedule,
                 rank,
                 place,
-                f"is there twice, first at place {places[action]}: keep one of them",
+                f"occurs twice, first at place {places[action]}: keep one",
             )
         twin = _twin(action)
         if twin in places:
@@ -325,5 +324,5 @@ def _deadlock(schedule: Schedule, places: list[int], stuck: set[int]) -> Schedul
         steps.append(said if rank == circle[0] else f"{action} {said}")
     first = circle[0]
     return _error(
-        schedule, first, places[first], f"can never go on (deadlock): it {'; '.join(steps)}"
+        schedule, first, places[first], f"can never continue (deadlock): it {'; '.join(steps)}"
     )

@@ -97,8 +97,8 @@ def _check_holders(where: str, module: nn.Module, name: str) -> None:
         holder = _reached(module, path[:place])
         if isinstance(holder, nn.Module | Tensor):
             raise ValueError(
-                f"{where} has {'.'.join(path[:place])!r}, a {type(holder).__name__}: say "
-                f"Attributes({'.'.join(path[place:])!r}) of that module"
+                f"{where} has {'.'.join(path[:place])!r}, a {type(holder).__name__}: use "
+                f"Attributes({'.'.join(path[place:])!r}) for that module"
             )
 
 

@@ -51,10 +51,10 @@ def plan_for(
     if isinstance(layers, nn.Sequential) and is_sequential(layers) and not sequence:
         return _pairs(layers, "" if layers is model else "layers.")
     raise ValueError(
-        f"there is no ready plan{' with sequence=True' if sequence else ''} for a "
-        f"{type(model).__name__}; write one: "
-        '{"layers.*.first": Column(), "layers.*.second": Row()} for modules one after the other; '
-        "strategies take it as plan=, dure.parallel.tensor.parallelize in a loop of your own"
+        f"there is no built-in plan{' with sequence=True' if sequence else ''} for a "
+        f'{type(model).__name__}; write one: {{"layers.*.first": Column(), "layers.*.second": '
+        "Row()} for modules one after the other; strategies take it as plan=, "
+        "dure.parallel.tensor.parallelize in your own training loop"
     )
 
 
@@ -65,7 +65,7 @@ def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> DivisionPlan:
     """
     if sequence and not own.is_ready:
         raise ValueError(
-            "a plan of your own says itself where sequences are divided: leave sequence out"
+            "your own plan defines where sequences are divided: leave sequence out"
             if own.entries
             else f"the plan {own} divides no sequences: leave sequence out"
         )
@@ -118,7 +118,8 @@ def _transformer(model: Any, sequence: bool, gather: bool) -> DivisionPlan:
 def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> DivisionPlan:
     if model.config.add_cross_attention:
         raise ValueError(
-            "the ready plan for GPT-2 knows no cross-attention: write a plan for this model"
+            "the built-in plan for GPT-2 does not support cross-attention: write a plan for this "
+            "model"
         )
     along = 1 if sequence else None
     # the width of a head is the unit, so that heads are never cut
@@ -138,7 +139,7 @@ def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> DivisionPlan
     if sequence:
         if not prefix:
             raise ValueError(
-                "the ready plan with sequence=True needs the output layer of GPT2LMHeadModel"
+                "the built-in plan with sequence=True needs the output layer of GPT2LMHeadModel"
             )
         plan |= _shards_between(f"{prefix}h", norms="ln_*", last=f"{prefix}ln_f")
     return plan
@@ -172,7 +173,7 @@ def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> DivisionPla
     if sequence:
         if not prefix:
             raise ValueError(
-                "the ready plan with sequence=True needs the output layer of LlamaForCausalLM"
+                "the built-in plan with sequence=True needs the output layer of LlamaForCausalLM"
             )
         plan |= _shards_between(f"{prefix}layers", norms="*_layernorm", last=f"{prefix}norm")
     return plan
@@ -206,7 +207,7 @@ def _pairs(layers: nn.Sequential, prefix: str) -> DivisionPlan:
         plan |= pairs(chain)
     if not plan:
         raise ValueError(
-            "there is no pair of linear layers with only element-wise layers between them in this "
-            "nn.Sequential, so there is no ready plan for it: write one"
+            "there is no pair of linear layers with only element-wise layers between them in "
+            "this nn.Sequential, so there is no built-in plan for it: write one"
         )
     return plan

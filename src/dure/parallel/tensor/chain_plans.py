@@ -228,7 +228,7 @@ def chain_plan(name: str, model: nn.Module) -> DivisionPlan:
         plan |= MAKERS[name](chain)
     if not plan:
         raise ValueError(
-            f"the plan {name} divides linear layers, and this {type(model).__name__} has none that "
-            "can be divided"
+            f"the plan {name} divides linear layers, but this {type(model).__name__} has none "
+            "that can be divided"
         )
     return plan

@@ -77,14 +77,15 @@ class Tensors(ValidatedEntry):
         whole = module._parameters.get(own, module._buffers.get(own, vars(module).get(own)))
         if not isinstance(whole, Tensor):
             raise ValueError(
-                f"{name or 'the model'} has no parameter or buffer {own!r} of its own that could "
-                "be divided"
+                f"{name or 'the model'} does not have its own parameter or buffer {own!r} to divide"
             )
         dims = whole.dim()
         if not -dims <= self.dim < dims:
-            raise ValueError(f"{where} has {dims} dimensions, and none is {self.dim}")
+            raise ValueError(f"{where} has {dims} dimensions, and no dimension {self.dim}")
         if has_hooks(whole):
-            raise ValueError(f"{where} has hooks, which its part would not have: it is not divided")
+            raise ValueError(
+                f"{where} has hooks, which its part would not have, so it cannot be divided"
+            )
         dim = self.dim % dims
         length = whole.shape[dim]
         if length % self.blocks:

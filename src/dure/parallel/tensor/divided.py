@@ -136,7 +136,8 @@ def is_transposed(linear: nn.Module) -> bool:
     )
     if not transposed and not isinstance(linear, nn.Linear):
         raise ValueError(
-            f"a {type(linear).__name__} is no linear layer, as nn.Linear and Hugging Face's Conv1D"
+            f"a {type(linear).__name__} is not a linear layer such as nn.Linear or Hugging Face's "
+            "Conv1D"
         )
     check_plain(linear, type(linear) if transposed else nn.Linear)
     return transposed
@@ -156,7 +157,7 @@ def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
         more = "hooks on its parameters"
     if more is not None:
         raise ValueError(
-            f"a {type(module).__name__} with {more} is more than a {kind.__name__}, and is not "
+            f"a {type(module).__name__} with {more} is more than a {kind.__name__} and cannot be "
             "divided"
         )
 
@@ -170,6 +171,7 @@ def embedding_of(name: str, module: nn.Module) -> nn.Embedding:
     check_plain(module, nn.Embedding)
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise ValueError(
-            f"{name} has max_norm, scale_grad_by_freq or sparse, which a divided embedding has not"
+            f"{name} has max_norm, scale_grad_by_freq or sparse, which a divided embedding does "
+            "not support"
         )
     return module

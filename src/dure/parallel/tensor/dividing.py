@@ -155,7 +155,9 @@ def _made(
                 )
             # A module may match several patterns, or have several names, if their entries agree.
             if said.setdefault(id(module), kind) != kind:
-                raise ValueError(f"the plan makes {name} two things: {said[id(module)]} and {kind}")
+                raise ValueError(
+                    f"the plan has two entries for {name}: {said[id(module)]} and {kind}"
+                )
             if id(module) not in layers:
                 layers[id(module)] = kind.make(name, module, at)
         elif id(module) not in replaced:
@@ -212,7 +214,7 @@ def _matches(
     for kind in each:
         if not isinstance(kind, PlanEntry):
             raise ValueError(
-                f"the plan says {kind!r} for {pattern!r}, which is none of the kinds that there are"
+                f"the plan has {kind!r} for {pattern!r}, which is not one of the available kinds"
             )
     return list(product(names, each))
 

@@ -137,10 +137,11 @@ def check_is_sequence(name: str, dimensions: int, sequence: int | None) -> None:
         return
     if sequence == -1 or sequence not in range(-dimensions, dimensions - 1):
         raise LengthError(
-            f"{name} has a tensor of {dimensions} dimensions, the last one of features, so that "
-            f"sequence={sequence} is no sequence: where a model makes rows of (batch, sequence), a "
-            "layer that computes row by row has sequence=0, and other layers enters=False or "
-            "leaves=False in a module with Enter(sequence=1) and Leave(sequence=1)"
+            f"{name} has a tensor of {dimensions} dimensions, the last one of features, so "
+            f"sequence={sequence} is not a sequence dimension: where a model flattens (batch, "
+            "sequence) into rows, a layer that computes row by row needs sequence=0, and other "
+            "layers enters=False or leaves=False in a module with Enter(sequence=1) and "
+            "Leave(sequence=1)"
         )
 
 
@@ -149,7 +150,7 @@ def check_length(length: int, group: Group) -> None:
     if length % group.size:
         raise LengthError(
             f"a sequence of {length} cannot be divided by the degree {group.size}: pad it to a "
-            "multiple, or divide no sequences"
+            "multiple, or do not divide sequences"
         )
 
 

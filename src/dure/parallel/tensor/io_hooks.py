@@ -81,8 +81,8 @@ def _applied(function: Callable[[Tensor], Tensor], value: Any, name: str, argume
         return None
     if not isinstance(value, Tensor):
         raise ValueError(
-            f"{name or 'the model'} gets {argument!r} as a {type(value).__name__}, where the plan "
-            "wants a tensor"
+            f"{name or 'the model'} gets {argument!r} as a {type(value).__name__}, but the plan "
+            "needs a tensor"
         )
     return function(value)
 
@@ -105,8 +105,8 @@ def on_output(
                     output[key] = function(value)
                     return output
         raise ValueError(
-            f"{name or 'the model'} gives a {type(output).__name__} without a first tensor, to "
-            "which the plan could do something"
+            f"{name or 'the model'} returns a {type(output).__name__} without a tensor, which the "
+            "plan needs"
         )
 
     def install() -> None:

@@ -319,8 +319,7 @@ class ColumnParallel(DividedLinear):
         blocks = tuple(blocks) if blocks is not None else (self.out_features,)
         if sum(blocks) != self.out_features:
             raise ValueError(
-                f"the blocks {list(blocks)} of {name} do not make up its {self.out_features} "
-                "outputs"
+                f"the blocks {list(blocks)} of {name} do not sum to its {self.out_features} outputs"
             )
         check_features(name, features, sequence, enters)
         if features:
@@ -331,7 +330,7 @@ class ColumnParallel(DividedLinear):
         self.sharers = 1
         if shares and len(blocks) > 1:
             raise ValueError(
-                f"{name} has {len(blocks)} blocks, and units can be shared where there is one"
+                f"{name} has {len(blocks)} blocks, but units can be shared only with one block"
             )
         if shares and not gather_output:
             self.sharers = sharers(what, self.out_features, self.group.size, unit)
@@ -427,8 +426,8 @@ class RowParallel(DividedLinear):
         )
         if sequence is not None and not leaves:
             raise ValueError(
-                f"{name} leaves the sum to somebody else, who says along which dimension: "
-                "leave sequence out"
+                f"{name} leaves the sum to a later layer, which sets the dimension: leave "
+                "sequence out"
             )
         check_features(name, features, sequence, leaves)
         if features:
@@ -488,8 +487,8 @@ def check_features(name: str, features: bool, sequence: int | None, whole: bool)
     """
     if features and (sequence is not None or not whole):
         raise ValueError(
-            f"{name} has parts of features between the ranks, and so no shards of a sequence, and "
-            "nobody else who enters or leaves: leave sequence, enters and leaves out"
+            f"{name} divides features over the ranks, not a sequence: leave sequence, enters and "
+            "leaves out"
         )
 
 

@@ -101,7 +101,7 @@ class Column(ValidatedEntry):
     def _embedding(self, name: str, module: nn.Embedding, at: DivisionContext) -> DividedLayer:
         if self.sequence is not None or self.shares or self.features:
             raise ValueError(
-                f"{name} is an embedding, whose input is symbols: leave sequence, shares and "
+                f"{name} is an embedding, whose input is indices: leave sequence, shares and "
                 "features out"
             )
         return ColumnEmbedding.from_embedding(

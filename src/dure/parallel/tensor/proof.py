@@ -52,7 +52,7 @@ from dure.parallel.tensor.written_plan import entry_text
 from dure.parallel.tensor_comparison import SMALL, first_difference, tolerance_of
 from dure.parallel.weight_broadcast import share_weights
 
-ADVICE = "correct the plan, or train by it as it is with check=False (--no-check)"
+ADVICE = "correct the plan, or use it unchanged with check=False (--no-check)"
 
 
 def prove_plan(
@@ -297,8 +297,8 @@ class _Trial:
         place = int(wrong.first)
         if wrong.what == _ALONE:
             return (
-                "undivided, the model's loss is not the same on all ranks, which divide one model: "
-                "give all of them the same inputs"
+                "undivided, the model's loss differs between the ranks, which divide one model: "
+                "give all ranks the same inputs"
             )
         if wrong.what == _GRADIENT:
             return self._of_gradient(wrong, where, agreeing)
@@ -358,7 +358,7 @@ class _Trial:
         )
 
     def _losses(self) -> str:
-        return f"{float(self.tried.loss):.6g} in the place of {float(self.right.loss):.6g}"
+        return f"{float(self.tried.loss):.6g} instead of {float(self.right.loss):.6g}"
 
     def _hint(self, name: str, agreeing: Group) -> str:
         """Return a change that would correct the gradient; all ranks try it together."""
@@ -447,7 +447,7 @@ def plan_text_for(plan: DivisionPlan, names: Sequence[str]) -> str:
             ]
             if kinds:
                 of = "" if own else f" of {module or 'the model'}, and nothing of it"
-                return f"the plan says {' and '.join(kinds)}{of}"
+                return f"the plan has {' and '.join(kinds)}{of}"
         modules = [module.rpartition(".")[0] for module in modules if module]
         own = False
-    return "the plan says nothing of it"
+    return "the plan has no entry for it"

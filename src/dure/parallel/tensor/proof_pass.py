@@ -170,9 +170,9 @@ class ModelCopies:
     def _another(self) -> nn.Module:
         if self._make is None:
             raise ValueError(
-                f"this {type(self._model).__name__} cannot be copied, for a copy would share what "
-                "it holds, such as a function that was made inside of it: give make=, which makes "
-                "the same model once more"
+                f"this {type(self._model).__name__} cannot be copied, because a copy would share "
+                "its content, such as a function created inside it: give make=, a function that "
+                "creates the same model again"
             )
         made = self._make()
         _write(self._model, made)

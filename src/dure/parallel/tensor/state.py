@@ -105,7 +105,7 @@ def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
                 shape[division.dim] = division.length
             if list(value.shape) != shape:
                 raise ValueError(
-                    f"{name} has the shape {list(value.shape)} in the state, and {shape} in the "
+                    f"{name} has the shape {list(value.shape)} in the state, but {shape} in the "
                     "model"
                 )
         # Replicated parameters, buffers and extra states are loaded as they are.
@@ -117,7 +117,7 @@ def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
 def _check_names(what: str, names: Set[str]) -> None:
     if names:
         listed = ", ".join(sorted(names))
-        raise ValueError(f"the state {what} {listed}: it is not that of this model")
+        raise ValueError(f"the state {what} {listed}: it belongs to another model")
 
 
 def gradient_norm(

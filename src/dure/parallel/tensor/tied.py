@@ -55,7 +55,7 @@ def share_tied(
             known.modules.append(module)
             if known.division != become[1]:
                 raise ValueError(
-                    f"{known.name} and {name} share a parameter, and the plan divides it in two "
+                    f"{known.name} and {name} share a parameter, but the plan divides it in two "
                     "ways"
                 )
             # the same object in both, so that there is a single gradient and optimizer state
@@ -72,7 +72,7 @@ def share_tied(
             if not any(inner in known.modules for inner in module.modules()):
                 raise ValueError(
                     f"{known.name} and {name or 'the model'} share a parameter: the plan has to "
-                    f"divide both of them (Tensors({own!r}) where it is of no layer)"
+                    f"divide both of them (Tensors({own!r}) for a parameter outside a layer)"
                 )
             names.append(partial(module.register_parameter, own, known.kept))
     return names

@@ -120,7 +120,7 @@ class VocabularyEmbedding(DividedLayer):
         known = (indices >= 0) & (indices < self.num_embeddings)
         # Otherwise every rank would treat the index as another rank's, and the sum would be 0.
         if not bool(known.all()):
-            raise IndexError(f"an index is outside of the vocabulary of {self.num_embeddings}")
+            raise IndexError(f"an index is outside the vocabulary of {self.num_embeddings}")
         # The padding's row is used, but has no gradient.
         learns = here if self.padding_idx is None else here & (indices != self.padding_idx)
         # Symbols of other ranks look up any row here, which is then set to 0: a single gather.
@@ -240,7 +240,7 @@ def vocabulary_parallel_cross_entropy(
     outside = (flat_targets != ignore_index) & ((flat_targets < 0) | (flat_targets >= total))
     if bool(outside.any()):
         raise IndexError(
-            f"target {int(flat_targets[outside][0])} is outside of the vocabulary of {total}"
+            f"target {int(flat_targets[outside][0])} is outside the vocabulary of {total}"
         )
     flat = scores_part.movedim(1, -1).reshape(shape.numel(), symbols)
     losses: Tensor = _CrossEntropy.apply(flat, flat_targets, group, start, ignore_index)  # type: ignore[no-untyped-call]
@@ -261,6 +261,6 @@ def _slice_of_vocabulary(group: Group, symbols: int, vocabulary: int | None) -> 
     if lengths[group.rank] != symbols:
         raise ValueError(
             f"rank {group.rank} of {group.size} holds {lengths[group.rank]} of {vocabulary} "
-            f"symbols, and not {symbols}"
+            f"symbols, not {symbols}"
         )
     return sum(lengths[: group.rank]), vocabulary

@@ -66,14 +66,14 @@ class TensorPlan:
             )
         else:
             raise ValueError(
-                f"the plan is {written!r}, but it maps patterns of names to what is done there, or "
-                f"is one of {', '.join(NAMES)}; None: ready"
+                f"the plan is {written!r}, but it has to be a dict from patterns of names to "
+                f"kinds, or one of {', '.join(NAMES)}; None uses the built-in plan"
             )
         object.__setattr__(self, "entries", entries)
         object.__setattr__(self, "named", named)
         # A run folder stores the text, and a resumed run must have the same plan.
         if isinstance(written, Mapping) and not self._is_read_again():
-            raise ValueError(f"the plan {self} cannot be written as text: leave ; out of its words")
+            raise ValueError(f"the plan {self} cannot be written as text: remove ; from its texts")
 
     @property
     def plan(self) -> DivisionPlan:
@@ -107,19 +107,19 @@ def _pattern(pattern: Any) -> str:
     if isinstance(pattern, str) and pattern == pattern.strip() and not set(pattern) & set(";="):
         return pattern
     raise ValueError(
-        f"the plan's {pattern!r} is no pattern of modules' names: a text without ; and =, as "
-        "layers.*"
+        f"the plan's {pattern!r} is not a pattern of module names: use a str without ; and =, "
+        "such as layers.*"
     )
 
 
 def _several(pattern: str, kinds: Any) -> tuple[PlanEntry, ...]:
     each: tuple[Any, ...] = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
     if not each:
-        raise ValueError(f"the plan says nothing of {pattern!r}: leave it out")
+        raise ValueError(f"the plan has no kind for {pattern!r}: leave it out")
     for kind in each:
         if not isinstance(kind, tuple(_known().values())):
             raise ValueError(
-                f"the plan says {kind!r} for {pattern!r}, which is none of the kinds that there are"
+                f"the plan has {kind!r} for {pattern!r}, which is not one of the available kinds"
             )
     return each
 
@@ -156,7 +156,7 @@ def _read(text: str) -> tuple[tuple[str, tuple[PlanEntry, ...]], ...]:
             ) from None
         entries[pattern] = tuple(_kinds(tree))
     if not entries:
-        raise ValueError(f"the plan {text!r} says nothing; {READY} is the model's ready plan")
+        raise ValueError(f"the plan {text!r} is empty; {READY} is the model's built-in plan")
     return tuple(entries.items())
 
 
@@ -173,7 +173,7 @@ def _kinds(tree: ast.expr) -> list[PlanEntry]:
     starred = any(isinstance(one, ast.Starred) for one in call.args)
     if starred or any(one.arg is None for one in call.keywords):
         raise ValueError(
-            f"the plan's {ast.unparse(tree)} cannot be made: write its arguments one by one"
+            f"the plan's {ast.unparse(tree)} is not valid: write its arguments one by one"
         )
     try:
         # Literals only: a plan may come from a file, and is never executed.
@@ -181,4 +181,4 @@ def _kinds(tree: ast.expr) -> list[PlanEntry]:
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         return [known[name](*arguments, **named)]
     except (ValueError, TypeError) as error:
-        raise ValueError(f"the plan's {ast.unparse(tree)} cannot be made: {error}") from error
+        raise ValueError(f"the plan's {ast.unparse(tree)} is not valid: {error}") from error

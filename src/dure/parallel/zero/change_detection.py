@@ -87,10 +87,10 @@ class ParameterChanges:
         self.accept()  # so that the error is raised only once
         raise ValueError(
             f"the parameter {name} was changed, in a forward or backward pass or between steps, "
-            f"where ZeRO only lends it (stage 3, and bf16 in any stage): change it after step(), "
-            f"inside gathered(); or make it a buffer, or take stage 1 or 2 in full precision. What "
-            f"initialises from data belongs before ZeRO. The weights may be wrong now: go on from "
-            f"a checkpoint"
+            "where ZeRO provides only a temporary copy (stage 3, and bf16 in any stage): change "
+            "it after step(), inside gathered(); or make it a buffer, or use stage 1 or 2 in "
+            "full precision. Initialise from data before ZeRO. The weights may be wrong now: "
+            "resume from a checkpoint"
         )
 
 

@@ -159,7 +159,7 @@ def _write_index(
     unseen = [name for name in names if not _new(folder, name).exists()]
     if unseen:
         raise RunFolderError(
-            f"rank 0 does not see {_new(folder, unseen[0])}: all ranks have to write to one folder"
+            f"rank 0 cannot find {_new(folder, unseen[0])}: all ranks have to write to one folder"
         )
     # Parts of two checkpoints are not valid: the old index goes first, the new index comes last.
     (folder / "index.json").unlink(missing_ok=True)
@@ -187,10 +187,10 @@ def _check_sums(folder: Path, index: Mapping[str, Any], rank: int, ranks: int) -
         return
     plain = {name: value for name, value in index.items() if name != "checksum"}
     if json.loads(_sealed(plain)) != index:
-        raise ValueError("index.json is damaged: its checksum is not that of its content")
+        raise ValueError("index.json is damaged: its checksum does not match its content")
     for name, said in list(index["files"].items())[rank::ranks]:
         if checksum_of(folder / name) != said:
-            raise ValueError(f"{name} is damaged: its checksum is not that of its content")
+            raise ValueError(f"{name} is damaged: its checksum does not match its content")
 
 
 class _Run(NamedTuple):
@@ -215,8 +215,8 @@ def _check_version(index: Mapping[str, Any], folder: Path) -> None:
     version = index.get("version", 1)
     if version > VERSION:
         raise RunFolderError(
-            f"{folder} was written as version {version}, and this dure reads up to version "
-            f"{VERSION}: update dure"
+            f"{folder} has version {version} of the format, but this dure reads only up to "
+            f"version {VERSION}: update dure"
         )
 
 
@@ -231,7 +231,9 @@ def _whole(folder: Path) -> Iterator[None]:
         yield
     except (*_DAMAGE, SafetensorError) as error:
         said = described(error)
-        raise RunFolderError(f"{folder} holds no whole checkpoint of ZeRO: {said}") from error
+        raise RunFolderError(
+            f"{folder} does not contain a complete checkpoint of ZeRO: {said}"
+        ) from error
 
 
 class Checkpoint:
@@ -354,7 +356,7 @@ class Checkpoint:
                     if f"weights/{name}" not in has or first >= last:
                         continue
                     if file.get_slice(f"weights/{name}").get_shape()[0] != last - first:
-                        raise ValueError(f"weights/{name} is not of the length of its run")
+                        raise ValueError(f"weights/{name} does not have the length of its run")
                     there += max(0, min(stop, last) - max(start, first))
             if there < stop - start:
                 raise ValueError(f"the parts have {there} of the {stop - start} weights of {name}")
@@ -442,8 +444,8 @@ def _check_model(model: nn.Module, checkpoint: Checkpoint, folder: Path) -> None
     if own != there:
         differ = sorted(name for name in own | there if own.get(name) != there.get(name))
         raise ValueError(
-            f"{folder} is of another model: {', '.join(differ)} differ in shape or are in one of "
-            f"them"
+            f"{folder} belongs to another model: {', '.join(differ)} differ in shape or are in "
+            "one of them"
         )
 
 

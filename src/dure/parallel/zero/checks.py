@@ -56,7 +56,7 @@ def check_settings(
         raise ValueError(f"gradients cannot be reduced to a {reduce!r}; choose mean or sum")
     if prefetch is not None and prefetch < 0:
         raise ValueError(
-            f"prefetch is {prefetch}, but units are gathered ahead or, with 0, when they are needed"
+            f"prefetch is {prefetch}, but it has to be 0 or more units to gather ahead"
         )
     if overlap_gather and (stage == 3 or prefetch == 0):
         why = (
@@ -65,7 +65,7 @@ def check_settings(
             else "prefetch=0 sends nothing alongside the computation"
         )
         raise ValueError(
-            f"overlap_gather is of stages 1 and 2, alongside the computation; {why}: leave it out"
+            f"overlap_gather is for stages 1 and 2, during the computation; {why}: leave it out"
         )
 
 

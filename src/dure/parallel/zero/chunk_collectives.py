@@ -55,7 +55,7 @@ class DeferredHandle(Handle[None]):
 
 
 def _failed() -> None:
-    raise RuntimeError("this operation failed, and has said so to who waited first")
+    raise RuntimeError("this operation failed, and the first waiter received the error")
 
 
 class ChunkCollectives:

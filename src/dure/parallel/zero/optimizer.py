@@ -110,7 +110,7 @@ class PartitionedOptimizer:
         sizes = [len(group["params"]) for group in whole["param_groups"]]
         if sizes != [len(parameters) for parameters in self.original]:
             raise ValueError(
-                f"this state is of groups of {sizes} parameters, and the optimizer has groups of "
+                f"this state has groups of {sizes} parameters, but the optimizer has groups of "
                 f"{[len(parameters) for parameters in self.original]}"
             )
         numbers = [number for group in whole["param_groups"] for number in group["params"]]
@@ -152,7 +152,7 @@ class PartitionedOptimizer:
         """Check that a state has as many groups as the optimizer. Raises ValueError otherwise."""
         if len(groups) != len(self.optimizer.param_groups):
             raise ValueError(
-                f"this state has {len(groups)} parameter groups, the optimizer "
+                f"this state has {len(groups)} parameter groups, but the optimizer has "
                 f"{len(self.optimizer.param_groups)}"
             )
 

@@ -129,6 +129,6 @@ def check_not_compiled(model: nn.Module) -> None:
         compiled = isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod")
         if compiled or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(
-                f"overlap_gather needs to see who reads a parameter, and {name or 'the model'} is "
-                f"compiled: leave overlap_gather out, or do not compile"
+                "overlap_gather needs to observe each use of a parameter, but "
+                f"{name or 'the model'} is compiled: leave overlap_gather out, or do not compile"
             )

@@ -114,8 +114,8 @@ class MessageOrders:
             return fits
         if state["version"] != VERSION:
             raise RunFolderError(
-                f"the order of messages was written as version {state['version']}, and this dure "
-                f"reads version {VERSION}: update dure"
+                f"the order of messages has version {state['version']} of the format, but this "
+                f"dure reads version {VERSION}: update dure"
             )
         sizes = (len(state["units"]), len(state["events"]))
         if not state["learned"] or sizes != (len(self.units), len(self.everything)):
@@ -298,8 +298,8 @@ class ZeROPasses:
         def arrived(parameter: Any) -> None:
             if self.rests:
                 raise RuntimeError(
-                    "a backward pass inside gathered(), where gradients are not divided; leave it "
-                    "before"
+                    "a backward pass was called inside gathered(), where gradients are not "
+                    "divided; leave gathered() first"
                 )
             if not self.sends and self.gathering is None:
                 return
@@ -389,8 +389,8 @@ class ZeROPasses:
                 self._events.append(GatherAction("gather", unit.number))
         elif self.scope is None:
             raise RuntimeError(
-                "this parameter is divided over the ranks, and whole only while the model runs: "
-                "use it inside `with zero.gathered():`, on all ranks"
+                "this parameter is divided over the ranks and is complete only while the model "
+                "runs: use it inside `with zero.gathered():`, on all ranks"
             )
         else:
             sweep = self.forward
@@ -493,7 +493,7 @@ class ZeROPasses:
             self.gathering.free_all()
         if self.reducing.has_sent:
             raise RuntimeError(
-                "the last backward pass ended in the middle, when some of its gradients had left: "
-                "the ranks are no longer in step. End the program, and go on from a checkpoint"
+                "the last backward pass was interrupted after some of its gradients had been "
+                "sent: the ranks are out of step. End the program and resume from a checkpoint"
             )
         self.backward = None

@@ -225,8 +225,8 @@ class ZeroRedundancy:
         if versions != self._versions and not self.wire.planned:
             self._accept()  # so that the error is raised only once
             raise RuntimeError(
-                "the optimizer's pieces (zero.parts()) were changed outside of step(), which other "
-                "ranks do not see: change parameters inside gathered(), on all ranks alike"
+                "the optimizer's pieces (zero.parts()) were changed outside step(), which other "
+                "ranks do not receive: change parameters inside gathered(), equally on all ranks"
             )
 
     def _stand_by_the_loop(self) -> None:
@@ -466,9 +466,14 @@ class ZeroRedundancy:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # args[0] is the optimizer itself
         if any(value is not None for value in (*args[1:], *kwargs.values())):
-            raise ValueError("ZeRO takes no closure: call forward and backward, then step()")
+            raise ValueError(
+                "ZeRO does not support a closure: call forward and backward, then step()"
+            )
         if self.passes.rests:
-            raise RuntimeError("step() inside gathered(), where nothing is divided; leave it first")
+            raise RuntimeError(
+                "step() was called inside gathered(), where parameters are not divided; leave "
+                "gathered() first"
+            )
         self.passes.abandon()
         self._structure.check()
         if self._reduced and self.reducing.local():
@@ -479,13 +484,14 @@ class ZeroRedundancy:
         self.reduce()
         if self.stage > 1 and self.reducing.local():
             raise RuntimeError(
-                "step() after a backward pass inside no_sync(); the last one has to be outside"
+                "step() was called after a backward pass inside no_sync(); the last one has to "
+                "be outside"
             )
         # Finished passes are counted: an unchanged count means no pass since the last step.
         if self.reducing.passes == self._stepped or not self.reducing.some_used:
             raise RuntimeError(
-                "step() before backward(): no rank has a gradient (one without examples calls "
-                "take_part())"
+                "step() was called before backward(): no rank has a gradient (one without "
+                "examples calls take_part())"
             )
         self.settle()
         if self.stage < 3:
@@ -543,9 +549,9 @@ class ZeroRedundancy:
                 # updates of the share would have no effect.
                 if parameter.data_ptr() != home + share.block.starts[place] * share.whole.itemsize:
                     raise RuntimeError(
-                        f"the model was moved or converted after it was divided, or somebody has "
-                        f"assigned to the data of {share.block.names[place]}: move and convert "
-                        f"before, and write into parameters in place"
+                        "the model was moved or converted after it was divided, or the data of "
+                        f"{share.block.names[place]} were replaced: move and convert before, and "
+                        "write into parameters in place"
                     )
 
     def _gradients_are_divided(self) -> None:
@@ -556,8 +562,8 @@ class ZeroRedundancy:
             self.stage == 1 and self.reducing.local()
         ):
             raise RuntimeError(
-                "gradients are divided over the ranks, and this parameter has none: clip them by "
-                "zero.clip_grad_norm_(), look at those of zero.parts(), forget them by "
+                "gradients are divided over the ranks, and this parameter has none: clip them "
+                "with zero.clip_grad_norm_(), read them in zero.parts(), clear them with "
                 "zero.zero_grad()"
             )
 

@@ -141,13 +141,13 @@ class ZeRO(Strategy):
         check_algorithm("way to send", self.algorithm, ALGORITHMS)
         check_accumulate(self.accumulate)
         if self.unit_size is not None and self.unit_size < 1:
-            raise ValueError(f"unit_size is {self.unit_size}, but a unit has at least one element")
+            raise ValueError(f"unit_size is {self.unit_size}, but it has to be 1 or more")
         check_offload(
             self.offload,
             self.offload_folder,
             ("optimizer", "parameters", "activations"),
             self.name,
-            why="whose messages lie in memory",
+            why="which keeps messages in memory",
         )
         check_recompute(self.recompute, self.memory, self.name)
 

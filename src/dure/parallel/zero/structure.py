@@ -60,8 +60,8 @@ class ModelStructure:
             if parameter.requires_grad:
                 raise RuntimeError(
                     f"{name} was frozen when ZeroRedundancy divided the model, and would not be "
-                    f"trained now: let it require a gradient there, and freeze it after that by "
-                    f"requires_grad_(False)"
+                    "trained now: keep requires_grad=True until it is divided, and freeze it "
+                    "afterwards with requires_grad_(False)"
                 )
         if not all(_holds(within, values) for within, values in self._held):
             self._check_parameters()
@@ -78,9 +78,9 @@ class ModelStructure:
         for name, parameter in self.model.named_parameters():
             if id(parameter) not in self._known:
                 raise RuntimeError(
-                    f"{name} was put into the model after ZeroRedundancy had divided it, and would "
-                    f"not be trained: put it there before; to change a parameter's value, write "
-                    f"into it inside gathered(), or call load_state_dict"
+                    f"{name} was added to the model after ZeroRedundancy had divided it, and "
+                    "would not be trained: add it before; to change a parameter's value, write "
+                    "into it inside gathered(), or call load_state_dict"
                 )
 
     def _name_of(self, parameter: nn.Parameter) -> str:

@@ -62,7 +62,7 @@ class _Planner:
         if isinstance(units, int):
             if units < 1:
                 raise ValueError(
-                    f"a unit of {units} elements holds nothing; choose at least 1, or None"
+                    f"a unit has {units} elements, but it has to have 1 or more, or be None"
                 )
             self.limit = units
         elif units is not None:

@@ -72,10 +72,11 @@ class UndividedModel:
         # Inside a pass, hooks would gather and free units while the caller uses the whole model.
         if self.passes.scope is not None or self.passes.in_backward():
             raise RuntimeError(
-                "gathered() inside the model's forward or backward pass: call it before or after"
+                "gathered() was called inside the model's forward or backward pass: call it "
+                "before or after"
             )
         if self.passes.rests:
-            raise RuntimeError("gathered() inside gathered()")
+            raise RuntimeError("gathered() was called inside gathered()")
         values = {id(share): self.values(share) for share in self.shares}
         with torch.no_grad():
             self._give(values)
@@ -239,15 +240,18 @@ def _check_fits(state: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     unknown = sorted(state.keys() - known.keys())
     if missing or unknown:
         raise ValueError(
-            f"this state_dict is not the model's: missing {missing}, unknown {unknown}"
+            f"this state_dict does not match the model: missing {missing}, unknown {unknown}"
         )
     for name, own in known.items():
         if not isinstance(own, Tensor):  # a module's extra state, which is its own matter
             continue
         there = state[name]
         if not isinstance(there, (Tensor, DiskTensor)):
-            raise ValueError(f"{name} is a {type(there).__name__} here, a tensor in the model")
+            raise ValueError(
+                f"{name} is a {type(there).__name__} in the state_dict, but a tensor in the model"
+            )
         if tuple(there.shape) != tuple(own.shape):
             raise ValueError(
-                f"{name} has the shape {tuple(there.shape)} here, {tuple(own.shape)} in the model"
+                f"{name} has the shape {tuple(there.shape)} in the state_dict, but "
+                f"{tuple(own.shape)} in the model"
             )

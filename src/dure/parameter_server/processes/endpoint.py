@@ -297,7 +297,7 @@ class Endpoint:
         except BlockingIOError:
             return
         except EndpointFrameError as error:
-            self._drop(line, f"sent what is no message: {error}")
+            self._drop(line, f"sent an invalid message: {error}")
         except OSError as error:
             self._broke(line, error)
 

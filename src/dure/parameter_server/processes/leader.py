@@ -374,7 +374,7 @@ class Leader:
         for who in self.plan.workers:
             if not self.manager.alive(worker(who)):
                 for other in self.plan.companions(who):
-                    reason = f"cannot go on without {worker(who)}"
+                    reason = f"cannot continue without {worker(who)}"
                     self._say(self.manager.lost(worker(other), reason, now))
         layout = self.manager.layout
         self._say(self._reader.receive(MANAGER, layout, now))
@@ -431,7 +431,7 @@ class Leader:
                     (rank_of(name, self.plan),),
                     "training",
                     "the round",
-                    f"{loss.reason}; with {name} went {held}, of which nobody has a copy{advice}",
+                    f"{loss.reason}; {name} held {held}, of which there is no copy{advice}",
                 )
         for group in self.plan.groups:
             names = [worker(who) for who in group]
@@ -441,7 +441,7 @@ class Leader:
                     tuple(rank_of(name, self.plan) for name in names),
                     "training",
                     "the round",
-                    f"are lost, and nobody is left of their group: {reasons}",
+                    f"are lost, and no worker is left in their group: {reasons}",
                 )
 
     def _alive(self) -> list[int]:
@@ -548,7 +548,7 @@ class Leader:
                 (rank_of(worker(silent[0]), self.plan),),
                 "the round",
                 f"step {self._clock.get(silent[0], (0, 0.0))[0] + 1}",
-                f"has not ended its step for {self._deadline:g} s, and the run is to end",
+                f"has not finished its step for {self._deadline:g} s, but the run has to end",
             )
 
     def _done(self, who: int, works: Sequence[Any]) -> None:

@@ -284,7 +284,7 @@ class ProcessesLearner(Learner):
             if name not in self._told:
                 self._told.add(name)
                 warnings.warn(
-                    f"round {self.round}: {name} {reason}; the others go on without it",
+                    f"round {self.round}: {name} {reason}; the others continue without it",
                     stacklevel=2,
                 )
 

@@ -96,7 +96,7 @@ def _check_keys(cards: dict[str, RankInfo], own: str) -> None:
                 (rank,),
                 "the meeting of the parameter server",
                 "its start",
-                f"has {which}, unlike this one: set {VARIABLE} alike on all hosts",
+                f"has {which}, unlike this one: set {VARIABLE} to the same value on all hosts",
             )
 
 
@@ -140,7 +140,7 @@ def _own_address(group: Group) -> str:
     found = address_towards(dist.distributed_c10d._get_default_store())
     if found is None:
         raise ValueError(
-            "this host's address is not known: start the job with the name or address of rank 0 "
-            "by which other hosts reach it, and not with localhost"
+            "this host's address is not known: start the job with a name or address by which "
+            "other hosts can reach rank 0, not with localhost"
         )
     return found

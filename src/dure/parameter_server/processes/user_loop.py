@@ -148,24 +148,28 @@ def join(
 def _check(plan: ParameterServerPlan, group: Group, deadline: float) -> None:
     """Check the settings of a run; raises ValueError for invalid settings."""
     if plan.servers < 1:
-        raise ValueError(f"servers is {plan.servers}, but someone has to hold the weights")
+        raise ValueError(f"servers is {plan.servers}, but it has to be 1 or more")
     if not plan.workers:
         raise ValueError(
-            f"servers={plan.servers} and a worker are {ranks_of(plan) + 1} ranks with the one that "
-            f"leads, and here {'is' if group.size == 1 else 'are'} {group.size}: start more, such "
-            f"as by torchrun --nproc-per-node, and call torch.distributed.init_process_group first"
+            f"servers={plan.servers} and a worker need {ranks_of(plan) + 1} ranks including the "
+            f"leader, but here {'is' if group.size == 1 else 'are'} {group.size}: start more, "
+            "such as by torchrun --nproc-per-node, and call torch.distributed.init_process_group "
+            "first"
         )
     if group.process_group is not None and not group.backend(torch.device("cpu")):
-        raise ValueError('the group carries no tensors of the CPU: take the backend "dure" or gloo')
+        raise ValueError('the group cannot send CPU tensors: use the backend "dure" or gloo')
     if plan.staleness is not None and plan.staleness < 0:
         raise ValueError(
-            f"staleness is {plan.staleness}, but nobody is ahead by less than 0 steps (None: any "
-            f"number)"
+            f"staleness is {plan.staleness}, but it has to be 0 or more (None: unlimited)"
         )
     if plan.slows_stale and plan.staleness == 0:
-        raise ValueError("slows_stale is about stale gradients, and with staleness=0 none is")
+        raise ValueError(
+            "slows_stale applies to stale gradients, but with staleness=0 no gradient is stale"
+        )
     if not 0 < deadline < math.inf:
-        raise ValueError(f"deadline is {deadline}, but it is seconds that a pull waits for others")
+        raise ValueError(
+            f"deadline is {deadline}, but it has to be a number of seconds greater than 0"
+        )
 
 
 def _check_optimizer(
@@ -174,19 +178,21 @@ def _check_optimizer(
     """Check that servers can use the model and the optimizer; raises ValueError if not."""
     lazy = next((name for name, one in model.named_parameters() if is_lazy(one)), None)
     if lazy is not None:
-        raise ValueError(f"{lazy} has no shape yet: let the model see an input before it joins")
+        raise ValueError(f"{lazy} has no shape yet: call the model on an input before join")
     check_model(model)
     check_no_tables(model)
     kind = type(optimizer).__name__
     known = {id(parameter) for parameter in model.parameters()}
     handed_over = [one for group in optimizer.param_groups for one in group["params"]]
     if any(id(one) not in known for one in handed_over):
-        raise ValueError(f"{kind} has a parameter that is not the model's: make it for this model")
+        raise ValueError(
+            f"{kind} has a parameter that does not belong to the model: create it for this model"
+        )
     check_new(optimizer)
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise ValueError(
-            f"a scheduler of torch changes the rates of {kind} here, and not those at the servers: "
-            f"give lr_schedule in its place"
+            f"a torch scheduler changes the learning rates of {kind} here, but not at the "
+            "servers: give lr_schedule instead"
         )
     check_schedule(lr_schedule, optimizer)
 
@@ -215,8 +221,8 @@ def _check_same(plan: ParameterServerPlan, recipe: OptimizerRecipe, group: Group
     others = [str(rank) for rank, row in enumerate(rows) if row != rows[0]]
     if others:
         raise ValueError(
-            f"rank {', '.join(others)} has other settings, or another optimizer, than rank 0: all "
-            f"ranks call join with the same"
+            f"rank {', '.join(others)} has other settings, or another optimizer, than rank 0: "
+            "call join with the same on all ranks"
         )
 
 

@@ -61,7 +61,7 @@ class UserLoopLeader(Leader):
             if name not in told:
                 told.add(name)
                 rank = rank_of(name, self.plan)
-                warn(f"{name}, rank {rank}, is lost ({reason}); the others go on without it")
+                warn(f"{name}, rank {rank}, is lost ({reason}); the others continue without it")
 
     def _hear(self, sender: str, said: Any, now: float) -> None:
         if isinstance(said, LeaveRequest):

@@ -150,11 +150,11 @@ class Worker:
         self._check_here("push")
         if not self._pulled:
             raise RuntimeError(
-                "push() follows a pull(), by which the servers know to which weights it belongs: "
-                "to push less often, let gradients add up over several backward passes"
+                "push() needs a pull() before it, which identifies the weights of the gradient: "
+                "to push less often, accumulate gradients over several backward passes"
             )
         if not 0 <= weight < math.inf:
-            raise ValueError(f"weight is {weight}, but what a gradient counts is 0 or more")
+            raise ValueError(f"weight is {weight}, but it has to be 0 or more")
         gradients = self._gradients(weight)
         self._pulled = False
         self._say(self._side.push(gradients, self._share(weight), time.monotonic()))
@@ -232,7 +232,7 @@ class Worker:
                 raise ValueError(
                     f"the gradient of {self._names[id(parameter)]} is not finite at {self._step} "
                     f"of {self._side.name}, and nothing was pushed: lower the learning rate, or "
-                    f"look for bad values in the data"
+                    "look for invalid values in the data"
                 )
 
     def _share(self, weight: float) -> float:
@@ -291,7 +291,9 @@ class Worker:
         if time.monotonic() >= self._side.wake:
             self._say(self._side.tick(time.monotonic()))
         if self._side.given_up:
-            self._lost((self._rank,), "the training", "was silent, and the others go on without it")
+            self._lost(
+                (self._rank,), "the training", "was silent, and the others continue without it"
+            )
 
     def _say(self, said: Sequence[Envelope]) -> None:
         for to, message in said:
@@ -303,7 +305,7 @@ class Worker:
 
     def _check_here(self, call: str) -> None:
         if self._ended:
-            raise RuntimeError(f"{call}() comes too late for {self._side.name}: {self._ended}")
+            raise RuntimeError(f"{call}() was called too late for {self._side.name}: {self._ended}")
 
     def _lost(self, ranks: tuple[int, ...], operation: str, reason: str) -> NoReturn:
         raise PeerLostError(ranks, operation, self._step, reason)

@@ -149,6 +149,8 @@ def _layers(model: nn.Module) -> list[nn.Module]:
         if not any(parameter.requires_grad for parameter in own.values()):
             continue
         if type(module) not in RULES or not set(own) <= set(NAMES):
-            raise CannotClipError(f"{type(module).__name__} is no layer whose norms are known")
+            raise CannotClipError(
+                f"the per-example norms of {type(module).__name__} are not implemented"
+            )
         found.append(module)
     return found

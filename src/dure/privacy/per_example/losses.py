@@ -64,7 +64,7 @@ class _Unreduced:
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         values = self.loss(outputs, targets)
         if values.ndim == 0 or len(values) != count(targets):
-            raise CannotClipError("the loss does not give a number for each example")
+            raise CannotClipError("the loss does not return a number for each example")
         values = values.reshape(len(values), -1)
         if self.known is not None and not targets.is_floating_point():
             return values.sum(1) / self._counted(self.known, targets)

@@ -123,7 +123,10 @@ def choose(task: Task, model: nn.Module, examples: Examples) -> ClippingChoice:
             way = _fastest(twin, each, inputs, targets, ALONE if draws else WAYS)
     finally:
         restore_generators(before)
-    what = f"{count(targets)} examples' gradients by {way.name} are those of each alone"
+    what = (
+        f"the gradients of {count(targets)} examples by {way.name} equal those of each example "
+        "alone"
+    )
     return ClippingChoice(
         type(way), _making(way, each), each, Proof(what, time.perf_counter() - started)
     )
@@ -158,8 +161,9 @@ def _check_others(model: nn.Module, inputs: Any) -> None:
         # State that a model carries from batch to batch also mixes examples.
         if not _alike(together, _called(model, inputs, start), SAME):
             raise ValueError(
-                "dp-sgd: the model gives other outputs for the same batch and the same random "
-                "numbers: it keeps something of earlier batches, or has a generator of its own"
+                "dp-sgd: the model returns different outputs for the same batch and the same "
+                "random numbers: it stores state from earlier batches, or has its own random "
+                "generator"
             )
         if not draws:
             break
@@ -185,14 +189,14 @@ def _called(model: nn.Module, inputs: Any, start: Any) -> Any:
         if not torch.equal(now, before):
             raise ValueError(
                 f"dp-sgd: a forward pass changes the model's buffer {name}, to which no noise is "
-                f"added: take a layer that keeps nothing of the data"
+                "added: use a layer that stores nothing of the data"
             )
     return outputs
 
 
 def _mixes() -> ValueError:
     return ValueError(
-        "dp-sgd: what the model gives for an example depends on the other examples of its batch: "
+        "dp-sgd: the model's output for an example depends on the other examples of its batch: "
         "examples have to be the first dimension, and no layer may mix them"
     )
 
@@ -251,8 +255,8 @@ def _check_apart(model: nn.Module, loss: Any, inputs: Any, targets: Any) -> None
     total, counted = loss_and_count(loss, together, targets, examples)
     if counted and not _near(total / counted, sum(a for a, _ in each) / sum(b for _, b in each)):
         raise ValueError(
-            "dp-sgd: the loss of a batch is not the mean of its examples' losses, so that it mixes "
-            "them: take one that is"
+            "dp-sgd: the loss of a batch is not the mean of its examples' losses, so it mixes "
+            "examples: use a mean"
         )
 
 

@@ -31,12 +31,12 @@ def check_layers(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
-                f"dp-sgd: {name} has no shape before the first batch: give layers their sizes"
+                f"dp-sgd: {name} has no shape before the first batch: give the layers their sizes"
             )
         if parameter.requires_grad and parameter.dtype not in _EXACT:
             raise ValueError(
-                f"dp-sgd: {name} is {parameter.dtype}, but norms that bound what an example says "
-                f"are computed in float32 or float64: call float() on the model"
+                f"dp-sgd: {name} is {parameter.dtype}, but per-example norms are computed in "
+                "float32 or float64: call float() on the model"
             )
         if parameter.requires_grad and has_hooks(parameter):
             raise ValueError(
@@ -58,7 +58,7 @@ def _reason(module: nn.Module) -> str | None:
             return "which keeps statistics of the data without noise: leave track_running_stats out"
         return None
     if isinstance(module, _BatchNorm):
-        return "which mixes the examples of a batch: take nn.GroupNorm in its place"
+        return "which mixes the examples of a batch: use nn.GroupNorm instead"
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.weight.requires_grad:
         if module.max_norm is not None:
             return "with max_norm, which changes rows without noise: leave max_norm out"

@@ -146,7 +146,7 @@ def test_canaries_stay_below_the_accountant_and_find_some_of_what_it_says(noise:
     [
         (dure.Simulated(), 1, "2 or more"),
         (dure.Simulated(), 41, "no more than"),
-        (dure.Simulated(attack="sign-flip", attackers=2), 10, "has liars"),
+        (dure.Simulated(attack="sign-flip", attackers=2), 10, "has malicious clients"),
     ],
 )
 def test_canaries_that_cannot_be_are_refused(world: dure.Simulated, count: int, match: str) -> None:

@@ -180,7 +180,7 @@ def test_originals_are_matched_whatever_the_order() -> None:
     assert torch.equal(matched(mixed, true), true)
     # Fewer than there are: the same ones again.
     assert torch.equal(matched(true[:1], true[:1].expand(3, 1, 4, 4))[2], true[0])
-    with pytest.raises(ValueError, match="nothing was rebuilt"):
+    with pytest.raises(ValueError, match="no example was reconstructed"):
         matched(true[:0], true)
 
 
@@ -235,7 +235,7 @@ def test_sums_are_of_one_round_and_spread_over_rounds() -> None:
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ({"sums": (0,)}, "1 update or more"),
+        ({"sums": (0,)}, "each has to be 1 or more"),
         ({"groups": 0}, "groups is 0"),
         ({"attacks": ("guessing",)}, "no attack 'guessing'"),
     ],

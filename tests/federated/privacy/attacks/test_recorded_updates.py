@@ -213,7 +213,7 @@ def test_no_more_is_kept_than_a_folder_may_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "MOST_BYTES", 5_000)
-    with pytest.warns(UserWarning, match="are not kept"):
+    with pytest.warns(UserWarning, match="are not stored"):
         recorded(tmp_path, dure.FedAvg(clients=4))
     # The model, and the first updates: 215 numbers of 8 bytes each.
     assert len(read_updates(tmp_path)) == 1
@@ -241,7 +241,7 @@ def test_what_cannot_be_kept_is_refused_before_any_work() -> None:
     liars = dure.Simulated(keep_updates=1, attack="label-flip", attackers=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="spoilt"):
         dure.train(task, dure.FedAvg(clients=2), liars, stop)
-    with pytest.raises(ValueError, match="send a part"):
+    with pytest.raises(ValueError, match="send only a part"):
         dure.train(task, dure.FedPer(clients=2), world, stop)
 
 

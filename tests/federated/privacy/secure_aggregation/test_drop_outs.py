@@ -128,7 +128,7 @@ def test_a_client_that_loses_those_who_hold_its_shares_is_named() -> None:
     machine = server(of)
     members = clients(of)
     run_until(UNMASK, machine, members)
-    with pytest.raises(TooFewError, match="who hold shares of client"):
+    with pytest.raises(TooFewError, match="holders of shares of client"):
         run_stage(machine, members, lost=of.members[:8])
 
 

@@ -290,7 +290,9 @@ def test_shares_of_another_secret_than_was_advertised_end_the_sum(
         if number != 13:
             machine.take(number, *_sent(members[number], SHARE, told[number]))
     machine.close_stage()
-    with pytest.raises(TooFewError, match="the shares of client 13's secret make none that fits"):
+    with pytest.raises(
+        TooFewError, match="the shares of client 13's secret do not give the advertised secret"
+    ):
         run_all(machine, members, lost)
     assert list(machine.guilty) == [13]
 
@@ -303,7 +305,9 @@ def _sent(one: SecureSumClient, stage: int, body: bytes) -> tuple[bytes, list[Te
 def test_a_commitment_to_another_mask_ends_the_sum() -> None:
     of = context(6)
     machine = with_lies(of, {(13, SHARE): other(commitment=bytes(32))})
-    with pytest.raises(TooFewError, match="the shares of client 13's secret make none that fits"):
+    with pytest.raises(
+        TooFewError, match="the shares of client 13's secret do not give the advertised secret"
+    ):
         machine.result()
     assert list(machine.guilty) == [13]
 
@@ -344,7 +348,9 @@ def test_too_many_wrong_shares_end_the_sum_and_whoever_gave_them_is_to_blame() -
     of = context(8, threshold=6)
     lies = {(liar, UNMASK): wrong_pieces(SMALL) for liar in (10, 16, 22)}
     machine = with_lies(of, lies)
-    with pytest.raises(TooFewError, match="the shares of client 10's secret make none that fits"):
+    with pytest.raises(
+        TooFewError, match="the shares of client 10's secret do not give the advertised secret"
+    ):
         machine.result()
     assert set(machine.guilty) == {10, 16, 22}
     assert "share of client 10's secret is not the one that client 10 has" in machine.guilty[16]

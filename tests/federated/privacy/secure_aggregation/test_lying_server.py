@@ -85,7 +85,7 @@ def test_both_shares_of_a_client_are_never_handed_out() -> None:
     first = one.answer(UNMASK, body)
     assert one.answer(UNMASK, body) == first
     without = to_body(Unmask((10, 13, 16, 19, 22)))
-    refused(one, UNMASK, without, "twice, and differently")
+    refused(one, UNMASK, without, "twice, with different content")
     assert one.answer(UNMASK, body) == first
 
 
@@ -126,10 +126,10 @@ def test_a_neighbour_cannot_be_named_both_alive_and_dead() -> None:
 def test_shares_are_not_given_before_the_vector_and_not_after_another_stage() -> None:
     machine, members = at(MASK)
     everybody = to_body(Unmask((10, 13, 16, 19, 22, 25)))
-    refused(members[10], UNMASK, everybody, 'asks for "unmask", and it is the turn of "masked inp')
+    refused(members[10], UNMASK, everybody, 'asks for "unmask", but the next stage is "masked inp')
     run_stage(machine, members)
     assert members[10].answer(UNMASK, machine.ask()[10])
-    refused(members[10], MASK, b"", "twice, and differently")
+    refused(members[10], MASK, b"", "twice, with different content")
 
 
 # Survivors
@@ -138,8 +138,8 @@ def test_shares_are_not_given_before_the_vector_and_not_after_another_stage() ->
 @pytest.mark.parametrize(
     ("survivors", "why"),
     [
-        ((13, 16, 19, 22, 25), "client 10 has sent its vector, and the server says that it was"),
-        ((10, 13, 16, 19), "4 clients have survived, and 5 have to"),
+        ((13, 16, 19, 22, 25), "client 10 has sent its vector, but the server lists it as"),
+        ((10, 13, 16, 19), "4 clients have survived, but at least 5 are needed"),
         ((10, 13, 16, 19, 22, 28), "of another sum"),
         ((), "client 10 has sent its vector"),
     ],
@@ -156,7 +156,7 @@ def test_who_has_no_masks_with_a_client_cannot_survive_for_it() -> None:
     machine = server(of)
     members = clients(of)
     run_until(UNMASK, machine, members, {SHARE: [13]})
-    refused(members[10], UNMASK, to_body(Unmask(of.members)), "client 13 is to have survived")
+    refused(members[10], UNMASK, to_body(Unmask(of.members)), "client 13 is listed as a survivor")
 
 
 def test_two_halves_that_are_told_different_survivors_unmask_nobody() -> None:
@@ -171,11 +171,16 @@ def test_two_halves_that_are_told_different_survivors_unmask_nobody() -> None:
     }
     signed = tuple(SurvivorSignature(one, signatures[one]) for one in sorted(told))
     for one in told:
-        why = "has not signed these survivors: the server has told it of others"
+        why = "has not signed these survivors: the server has sent it another list"
         refused(members[one], UNMASK, to_body(Unmask(told[one], signed)), why)
         other = lists[1 - one % 2]
-        refused(members[one], UNMASK, to_body(Unmask(other, signed)), "not those that this client")
-        refused(members[one], CONFIRM, to_body(Survivors(other)), "twice, and differently")
+        refused(
+            members[one],
+            UNMASK,
+            to_body(Unmask(other, signed)),
+            "differs from the list that this client",
+        )
+        refused(members[one], CONFIRM, to_body(Survivors(other)), "twice, with different content")
         own = tuple(each for each in signed if told[each.client] == told[one])
         refused(members[one], UNMASK, to_body(Unmask(told[one], own)), "signed the survivors, and")
 
@@ -206,7 +211,7 @@ def test_signatures_of_survivors_are_needed_and_counted_once() -> None:
         ((*good[:5], SurvivorSignature(25, bytes(64))), "client 25 has not signed"),
         ((*good[:5], SurvivorSignature(25, good[0].signature)), "client 25 has not signed"),
         ((*good[:5], SurvivorSignature(25, b"")), "client 25 has not signed"),
-        ((*good[:5], SurvivorSignature(28, good[5].signature)), "or of the lost"),
+        ((*good[:5], SurvivorSignature(28, good[5].signature)), "or of lost clients"),
     ]
     for signatures, why in cases:
         body = to_body(Unmask(survivors, tuple(signatures)))
@@ -311,12 +316,12 @@ def test_one_who_was_told_of_another_model_is_no_part_of_a_sum_of_the_others() -
 @pytest.mark.parametrize(
     ("others", "why"),
     [
-        ({"threshold": 4}, "the threshold is 4 of 6 members, but it has to be above 2/3"),
-        ({"threshold": 7}, "no more than all"),
+        ({"threshold": 4}, "the threshold is 4 of 6 members, but it has to be more than 2/3"),
+        ({"threshold": 7}, "at most all"),
         ({"degree": 4, "threshold": 5}, "the threshold is 5 of 4 neighbours"),
-        ({"degree": 3, "threshold": 2}, "each has 3 neighbours: it is even"),
+        ({"degree": 3, "threshold": 2}, "has 3 neighbours, but the number has to be even"),
         ({"degree": 4, "threshold": 1}, "the threshold is 1 of 4 neighbours"),
-        ({"degree": 6}, "6 neighbours cannot be had among 6"),
+        ({"degree": 6}, "6 neighbours are impossible among 6"),
         ({"degree": 0}, "0 neighbours"),
         ({"length": 0}, "no elements"),
         ({"fewest": 7}, "to have 7 clients"),
@@ -338,12 +343,12 @@ def test_a_sum_that_protects_nobody_is_refused_on_both_sides(
 
 def test_sums_of_fewer_clients_than_a_site_allows_are_refused() -> None:
     of = context(6)
-    why = "6 members, and this client takes part in sums of 7 or more"
+    why = "6 members, but this client takes part only in sums of 7 or more"
     refused(client(10, of, minimum=7), ADVERTISE, to_body(Offer(of)), why)
     machine = server(of)
     members = clients(of, minimum=6)
     run_until(UNMASK, machine, members, {MASK: [25]})
-    refused(members[10], UNMASK, machine.ask()[10], "5 clients that have survived, and this client")
+    refused(members[10], UNMASK, machine.ask()[10], "5 clients that have survived, but this client")
     with pytest.raises(ProtocolError, match="5 clients that have keys"):
         run_all(server(of), clients(of, minimum=6), {ADVERTISE: [25]})
 
@@ -394,7 +399,7 @@ def test_keys_that_were_swapped_or_are_not_signed_are_refused() -> None:
 
 def test_the_client_s_own_keys_have_to_be_its_own() -> None:
     machine, members = at(SHARE)
-    why = "client 10 other keys as its own"
+    why = "client 10 wrong keys as its own"
     refused(members[10], SHARE, with_keys(machine, swapped(0)), why)
 
 
@@ -411,7 +416,7 @@ def test_one_key_for_two_clients_or_for_two_purposes_is_refused() -> None:
         keys[3] = msgspec.structs.replace(keys[3], channel=keys[0].channel)
 
     for change in (same, one_of_both, own):
-        refused(members[10], SHARE, with_keys(machine, change), "one key to two clients, or")
+        refused(members[10], SHARE, with_keys(machine, change), "one key for two clients, or")
 
 
 @pytest.mark.parametrize("point", [bytes(32), b"\1" + bytes(31)])
@@ -422,18 +427,18 @@ def test_a_key_that_the_server_would_know_the_secret_of_is_refused(point: bytes)
         def low(keys: list[PublicKeys], field: str = field) -> None:
             keys[3] = msgspec.structs.replace(keys[3], **{field: point})
 
-        refused(members[10], SHARE, with_keys(machine, low), "a key of client 19 that is none")
+        refused(members[10], SHARE, with_keys(machine, low), "an invalid key of client 19")
 
 
 def test_lists_of_keys_that_are_not_those_of_the_neighbours_are_refused() -> None:
     machine, members = at(SHARE)
     told = from_body(machine.ask()[10], Keys)
     cases = [
-        (told.present, told.keys[1:], "others than the client's neighbours"),
-        (told.present, (*told.keys, told.keys[5]), "others than the client's neighbours"),
-        (told.present, told.keys[::-1], "others than the client's neighbours"),
-        (told.present[1:], told.keys[1:], "client 10 has no keys"),
-        (told.present[:4], told.keys[:4], "4 clients have keys, and 5 have to"),
+        (told.present, told.keys[1:], "clients that are not the client's neighbours"),
+        (told.present, (*told.keys, told.keys[5]), "clients that are not the client's neighbours"),
+        (told.present, told.keys[::-1], "clients that are not the client's neighbours"),
+        (told.present[1:], told.keys[1:], "no keys for client 10"),
+        (told.present[:4], told.keys[:4], "4 clients have keys, but at least 5 are needed"),
         ((*told.present, 28), told.keys, "of another sum"),
         (told.present[::-1], told.keys[::-1], "out of order"),
     ]
@@ -447,19 +452,19 @@ def test_a_server_does_not_choose_the_neighbours() -> None:
         told = from_body(body, Keys)
         assert len(told.keys) == 7
         other = to_body(Keys(told.present, bytes(32), told.keys))
-        refused(members[number], SHARE, other, "others than the client's neighbours")
+        refused(members[number], SHARE, other, "clients that are not the client's neighbours")
 
 
 def test_too_few_who_hold_a_client_s_shares_are_refused_whoever_else_is_there() -> None:
     machine, members = at(MASK, n=20, degree=6, threshold=4)
     shares = from_body(machine.ask()[10], SharesFromNeighbours).shares
-    why = "3 of those who hold shares of client 10 have shared keys, and 4 have to"
+    why = "3 of the holders of shares of client 10 have shared keys, but at least 4 are needed"
     refused(members[10], MASK, to_body(SharesFromNeighbours(shares[:2])), why)
     run_stage(machine, members)
     everybody = from_body(machine.ask()[10], Unmask).survivors
     gone = {one.client for one in shares[:4]}
     few = tuple(one for one in everybody if one not in gone)
-    why = "3 of those who hold shares of client 10 have survived, and 4 have to"
+    why = "3 of the holders of shares of client 10 have survived, but at least 4 are needed"
     refused(members[10], UNMASK, to_body(Unmask(few)), why)
 
 
@@ -503,7 +508,7 @@ def test_messages_of_another_sum_are_refused_at_every_stage(signed: bool, field:
 def test_shares_for_one_client_do_not_open_for_another_nor_under_another_name() -> None:
     machine, members = at(MASK)
     mine = machine.ask()[10]
-    refused(members[13], MASK, mine, "of no neighbour")
+    refused(members[13], MASK, mine, "of clients that are not neighbours")
     shares = from_body(mine, SharesFromNeighbours).shares
     turned = [
         msgspec.structs.replace(one, box=other.box)
@@ -528,14 +533,14 @@ def test_stages_go_in_order_and_each_is_answered_once() -> None:
     machine, members = at(ADVERTISE)
     one = members[10]
     for stage in (SHARE, MASK, CONFIRM, UNMASK, 5, -1):
-        refused(one, stage, b"", 'it is the turn of "advertise keys"')
+        refused(one, stage, b"", 'the next stage is "advertise keys"')
     first = one.answer(ADVERTISE, machine.ask()[10])
     assert one.answer(ADVERTISE, machine.ask()[10]) == first
     other = to_body(Offer(context(7)))
-    refused(one, ADVERTISE, other, '"advertise keys" twice, and differently')
+    refused(one, ADVERTISE, other, '"advertise keys" twice, with different content')
     run_stage(machine, members)
     run_all(machine, members)
-    refused(one, CONFIRM, b"", "it is the turn of nothing more")
+    refused(one, CONFIRM, b"", "the next stage is none")
 
 
 def test_a_masked_vector_is_not_given_again_after_the_next_stage() -> None:
@@ -543,7 +548,7 @@ def test_a_masked_vector_is_not_given_again_after_the_next_stage() -> None:
     body = machine.ask()[10]
     run_stage(machine, members)
     run_stage(machine, members)
-    refused(members[10], MASK, body, "again after it has gone on")
+    refused(members[10], MASK, body, "again after a later stage")
 
 
 # What is said of it
@@ -563,9 +568,9 @@ def test_without_a_roster_and_with_a_few_neighbours_it_says_semi_honest() -> Non
 
 def test_a_roster_without_an_own_key_or_with_another_one_is_refused() -> None:
     of = context(6)
-    with pytest.raises(ValueError, match="another key of client 10"):
+    with pytest.raises(ValueError, match="a different key for client 10"):
         client(10, of, roster=roster(of.members))
-    with pytest.raises(ValueError, match="another key of client 10"):
+    with pytest.raises(ValueError, match="a different key for client 10"):
         client(10, of, roster=roster(of.members), identity=identity(11))
 
 
@@ -576,4 +581,4 @@ def test_a_server_that_wants_no_signatures_gets_nothing_of_clients_with_a_roster
     for stage in (ADVERTISE, SHARE, MASK):
         assert machine.stage == stage
         run_stage(machine, members)
-    refused(members[10], UNMASK, machine.ask()[10], 'it is the turn of "consistency check"')
+    refused(members[10], UNMASK, machine.ask()[10], 'the next stage is "consistency check"')

@@ -175,5 +175,5 @@ def test_whole_numbers_that_cannot_be_sent_are_refused() -> None:
         quantisation.decode_whole(total * 2, 1000, 1)
     with pytest.raises(ValueError, match="no sum of 1"):
         quantisation.decode_whole(-total, 1000, 1)
-    with pytest.raises(ValueError, match="2 digits, and there are 3"):
+    with pytest.raises(ValueError, match="2 digits, but there are 3"):
         quantisation.decode_whole(torch.zeros(3, dtype=torch.int32), 2**40, 1)

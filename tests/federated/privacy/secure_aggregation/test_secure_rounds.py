@@ -215,10 +215,10 @@ def test_a_group_without_a_sum_is_refused_and_the_others_count() -> None:
     ("strategy", "said"),
     [
         (lambda p: dure.FedAvg(aggregate="krum:1", privacy=p), "krum:1 looks at single updates"),
-        (lambda p: dure.FedBuff(privacy=p), "take a system with rounds"),
-        (lambda p: dure.FedAsync(privacy=p), "take a system with rounds"),
+        (lambda p: dure.FedBuff(privacy=p), "use a system with rounds"),
+        (lambda p: dure.FedAsync(privacy=p), "use a system with rounds"),
         (lambda p: dure.FedAvg(held_out=0.2, privacy=p), "leave held_out and fine_tune out"),
-        (lambda p: dure.FedAvg(selection="weighted", privacy=p), "take uniform"),
+        (lambda p: dure.FedAvg(selection="weighted", privacy=p), "use uniform"),
         (lambda p: dure.FedAvg(clients=2, privacy=p), "has 2 clients"),
         (lambda p: dure.FedAvg(clients=10, fraction=0.2, privacy=p), "has 2 clients"),
         (lambda p: dure.FedAvg(aggregate="bucketing:2/median", privacy=p), "smallest group"),

@@ -99,7 +99,7 @@ def test_malformed_shares_are_refused() -> None:
     shares = dict(enumerate(split(bytes(32), 3, 3, KEY)))
     with pytest.raises(ValueError, match="35 bytes"):
         join({**shares, 1: shares[1][:-1]}, 3)
-    with pytest.raises(ValueError, match="outside of the field"):
+    with pytest.raises(ValueError, match="outside the field"):
         join({**shares, 1: P.to_bytes(4, "little") + shares[1][4:]}, 3)
     with pytest.raises(ValueError, match="from 0 on"):
         join({**shares, -1: shares[1]}, 3)
@@ -108,7 +108,7 @@ def test_malformed_shares_are_refused() -> None:
 def test_shares_of_different_secrets_make_none() -> None:
     shares = dict(enumerate(split(bytes(32), 3, 3, KEY)))
     other = split(bytes(32), 3, 3, bytes(32))
-    with pytest.raises(ValueError, match="not those of one secret"):
+    with pytest.raises(ValueError, match="do not belong to one secret"):
         join({**shares, 1: other[1]}, 3)
 
 

@@ -382,5 +382,5 @@ def test_bounds_make_sums_that_both_sides_take(members: int) -> None:
 
 
 def test_too_small_a_cohort_is_refused_by_its_settings() -> None:
-    with pytest.raises(ValueError, match="to have 3 clients, and there are 2 members"):
+    with pytest.raises(ValueError, match="needs 3 clients, but there are 2 members"):
         context(2, **bounds(SecureAggregation(), 2)._asdict()).check()

@@ -42,9 +42,9 @@ class UpdateChange:
 
     def __post_init__(self) -> None:
         if not 0 <= self.noise < math.inf:
-            raise ValueError(f"noise is {self.noise}, but a deviation is 0 or more")
+            raise ValueError(f"noise is {self.noise}, but it has to be 0 or more")
         if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip is {self.clip}, but a largest norm is above 0")
+            raise ValueError(f"clip is {self.clip}, but it has to be greater than 0")
 
     def __str__(self) -> str:
         said = []

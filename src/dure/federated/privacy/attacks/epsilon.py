@@ -64,7 +64,9 @@ def paired_epsilon(
     here = torch.as_tensor(with_it, dtype=torch.float64)
     away = torch.as_tensor(without, dtype=torch.float64)
     if min(len(here), len(away)) < 2:
-        raise ValueError("runs with a canary and without one are compared: 2 of each at the least")
+        raise ValueError(
+            "runs with a canary are compared with runs without: give at least 2 of each"
+        )
     # Two rates are bounded, so each bound may use half of the error probability.
     error = (1 - confidence) / 2
     half = (len(here) // 2, len(away) // 2)
@@ -118,7 +120,9 @@ def one_run_epsilon(
     Raises ValueError unless 0 <= v <= r <= m.
     """
     if not 0 <= right <= guessed <= canaries:
-        raise ValueError(f"{right} right guesses of {guessed} about {canaries} canaries cannot be")
+        raise ValueError(
+            f"{right} right guesses of {guessed} about {canaries} canaries are impossible"
+        )
 
     def refuted(epsilon: float) -> bool:
         return _probability(canaries, guessed, right, epsilon, delta) < 1 - confidence

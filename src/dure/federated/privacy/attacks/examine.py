@@ -130,10 +130,10 @@ class Examination:
 
     def __post_init__(self) -> None:
         if not self.sums or min(self.sums) < 1:
-            raise ValueError(f"sums is {tuple(self.sums)}, but they are of 1 update or more")
+            raise ValueError(f"sums is {tuple(self.sums)}, but each has to be 1 or more")
         for name in ("groups", "most", "iterations"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but it counts 1 or more")
+                raise ValueError(f"{name} is {getattr(self, name)}, but it has to be 1 or more")
         unknown = [one for one in self.attacks if one not in ATTACKS]
         if unknown:
             raise ValueError(f"there is no attack {unknown[0]!r}; there are: {', '.join(ATTACKS)}")
@@ -236,8 +236,8 @@ class Examiner:
         largest = max((max(one.truth.examples, default=0) for one in updates), default=0)
         if largest >= len(self.train):
             raise ValueError(
-                f"the updates were made of example {largest}, and the task has {len(self.train)}: "
-                f"give the data of the run"
+                f"the updates were computed from example {largest}, but the task has "
+                f"{len(self.train)} examples: give the data of the run"
             )
 
     def _target(self, group: Sequence[RecordedUpdate], change: UpdateChange) -> AttackTarget:
@@ -389,7 +389,7 @@ class Examiner:
 
     def _found(self, state: Mapping[str, Tensor], members: Tensor) -> Membership:
         if self.test is None:
-            raise ValueError("the task has no test data: there are no others to compare with")
+            raise ValueError("the task has no test data, with which training examples are compared")
         wanted = self.examination
         own = members[torch.randperm(len(members), generator=generator(wanted.seed, "members"))]
         others = torch.arange(min(MOST, len(self.test)))

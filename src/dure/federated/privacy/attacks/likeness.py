@@ -56,7 +56,7 @@ def matched(found: Tensor, true: Tensor) -> Tensor:
     Raises ValueError if `found` is empty.
     """
     if not len(found):
-        raise ValueError("nothing was rebuilt: there is nothing to match")
+        raise ValueError("no example was reconstructed, so there is nothing to match")
     copies = -(-len(true) // len(found))
     costs = torch.cdist(true.flatten(1).double(), found.flatten(1).double()).square()
     rows, columns = linear_sum_assignment(costs.repeat(1, copies).numpy())

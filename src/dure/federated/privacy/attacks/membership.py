@@ -85,7 +85,9 @@ def membership(members: Tensor, others: Tensor, seed: int = 0) -> Membership:
     Raises ValueError if either has no losses.
     """
     if not len(members) or not len(others):
-        raise ValueError("membership is told by losses of members and of others: give both")
+        raise ValueError(
+            "membership inference needs the losses of members and of non-members: give both"
+        )
     draws = generator(seed, "membership")
     value = auc(members, others)
     samples = sorted(

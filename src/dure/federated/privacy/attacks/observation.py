@@ -55,8 +55,8 @@ class AttackedModel:
         sizes = [sum(_count(shape) for _, shape in group) for group in self.names]
         if [one.numel() for one in flat] != sizes:
             raise ValueError(
-                f"the updates have {sum(one.numel() for one in flat):,} numbers, and the task's "
-                f"model trains {sum(sizes):,}: they are of another model"
+                f"the updates have {sum(one.numel() for one in flat):,} numbers, but the task's "
+                f"model trains {sum(sizes):,}: they belong to another model"
             )
         for tensor, group in zip(flat, self.names, strict=True):
             like = [torch.empty(shape, device="meta") for _, shape in group]
@@ -184,7 +184,7 @@ def observed_sum(
     """
     first = updates[0]
     if len({one.about.round for one in updates}) > 1:
-        raise ValueError("a sum is of updates of one round, and these are of several")
+        raise ValueError("a sum needs updates of one round, but these are from several")
     total = sum(one.about.examples for one in updates)
     delta = [torch.zeros_like(tensor) for tensor in first.delta]
     for one in updates:

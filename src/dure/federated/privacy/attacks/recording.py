@@ -153,8 +153,8 @@ class UpdateRecorder:
         if not self._full and self.written + update.nbytes > MOST_BYTES:
             self._full = True
             warn(
-                f"{self.folder} has {self.written:,} bytes of updates: those that come from round "
-                f"{update.round} on are not kept"
+                f"{self.folder} has {self.written:,} bytes of updates: updates from round "
+                f"{update.round} on are not stored"
             )
         return self._full
 
@@ -180,7 +180,8 @@ def read_updates(run: Path) -> list[RecordedUpdate]:
     found = sorted(folder.glob("update-*.json"))
     if not found:
         raise RunFolderError(
-            f"{run} has no recorded updates: train the simulation with --keep-updates 5, say"
+            f"{run} has no recorded updates: train the simulation with, for example, "
+            "--keep-updates 5"
         )
     models: dict[int, Mapping[str, list[Tensor]]] = {}
     checked: set[tuple[str, str]] = set()
@@ -221,7 +222,8 @@ def _about_in(path: Path) -> UpdateMetadata:
             or set(about.files) != named
         ):
             raise RunFolderError(
-                f"{path} is damaged: its checksum is not that of its content: put back a copy of it"
+                f"{path} is damaged: its checksum does not match its content: restore it from a "
+                "copy"
             )
     return about
 
@@ -233,8 +235,7 @@ def _check(path: Path, digest: str) -> None:
         raise RunFolderError(f"cannot read {path}: {error}") from error
     if found != digest:
         raise RunFolderError(
-            f"{path} is damaged: its SHA-256 is not the one that was written down: put back a copy "
-            f"of it"
+            f"{path} is damaged: its SHA-256 differs from the recorded one: restore it from a copy"
         )
 
 
@@ -243,7 +244,7 @@ def _check_alike(path: Path, delta: Sequence[Tensor], weights: Sequence[Tensor])
     of = [one.numel() for one in weights]
     real = all(one.is_floating_point() or one.is_complex() for one in (*delta, *weights))
     if [one.numel() for one in delta] != of or not real:
-        raise RunFolderError(f"{path} is damaged: it is no change of the model that was sent")
+        raise RunFolderError(f"{path} is damaged: it is not an update of the model that was sent")
 
 
 def _read(path: Path, kinds: Sequence[str]) -> Mapping[str, list[Tensor]]:

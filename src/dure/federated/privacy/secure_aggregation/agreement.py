@@ -54,7 +54,7 @@ class KeyPair:
     def of(cls, secret: bytes) -> KeyPair:
         """Return the key pair of 32 random bytes. Raises ValueError for another length."""
         if len(secret) != KEY:
-            raise ValueError(f"a key pair is made of {KEY} bytes, not of {len(secret)}")
+            raise ValueError(f"a key pair needs {KEY} bytes, not {len(secret)}")
         private = _library().X25519PrivateKey.from_private_bytes(secret)
         return cls(private.public_key().public_bytes_raw(), private)
 
@@ -66,17 +66,19 @@ def agree(own: KeyPair, their_public: bytes, info: bytes) -> bytes:
     point of low order, which has no secret.
     """
     if len(their_public) != PUBLIC:
-        raise AgreementError(f"a public key has {PUBLIC} bytes, and this one {len(their_public)}")
+        raise AgreementError(
+            f"a public key has {PUBLIC} bytes, but this one has {len(their_public)}"
+        )
     if their_public == own.public:
-        raise AgreementError("a client was told its own public key as that of another client")
+        raise AgreementError("a client received its own public key as the key of another client")
     library = _library()
     try:
         theirs = library.X25519PublicKey.from_public_bytes(their_public)
         secret = own.private.exchange(theirs)
     except ValueError as error:
         raise AgreementError(
-            "a client was told a public key with which the secret is zero for everybody: "
-            "the server or another client does not follow the protocol"
+            "a client received a public key with which every shared secret is zero: the server "
+            "or another client does not follow the protocol"
         ) from error
     salt = min(own.public, their_public) + max(own.public, their_public)
     derived: bytes = library.HKDF(library.SHA256(), KEY, salt, info).derive(secret)
@@ -103,15 +105,15 @@ def open_sealed(key: bytes, sealed: bytes, associated: bytes) -> bytes:
         opened: bytes = _sealing(key, associated).decrypt(_NONCE, sealed, associated)
     except library.InvalidTag as error:
         raise AgreementError(
-            "a sealed message does not open: it was changed on its way, or is meant for another "
-            "client or another stage"
+            "a sealed message cannot be decrypted: it was changed in transit, or is meant for "
+            "another client or another stage"
         ) from error
     return opened
 
 
 def _sealing(key: bytes, associated: bytes) -> Any:
     if len(key) != KEY:
-        raise ValueError(f"a key has {KEY} bytes, and this one has {len(key)}")
+        raise ValueError(f"a key has {KEY} bytes, but this one has {len(key)}")
     own = hmac.digest(key, _SEALING + associated, "sha256")
     return _library().ChaCha20Poly1305(own)
 

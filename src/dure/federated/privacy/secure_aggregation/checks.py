@@ -15,9 +15,9 @@ def check_rule(settings: SecureAggregation, rule: Aggregator) -> None:
     """Check that the rule needs no single updates; raises ValueError if it does."""
     if rule.of_groups() is None:
         raise ValueError(
-            f"{rule} looks at single updates, and under {settings.name} the server has none: take "
-            f"mean, or a rule of groups' means, such as bucketing:10/median or "
-            f"geometric-median-of-means:5"
+            f"{rule} needs single updates, which {settings.name} hides from the server: use mean, "
+            "or a rule on means of groups, such as bucketing:10/median or "
+            "geometric-median-of-means:5"
         )
 
 
@@ -27,18 +27,18 @@ def check_user(settings: SecureAggregation, user: UserLevel | None) -> None:
         return
     if user.where == "local":
         raise ValueError(
-            f"user-level: where=local protects each update by itself, and {settings.name} sums "
-            f"them: take distributed, by which the sum has the noise of all, or server"
+            f"user-level: where=local protects each update separately, but {settings.name} sums "
+            "them: use distributed, where the sum has the noise of all clients, or server"
         )
     if math.isinf(user.clip):
         raise ValueError(
-            f"user-level: clip is inf, and under {settings.name} numbers have a range, which is "
-            f"clip: give a finite one"
+            f"user-level: clip is inf, but {settings.name} needs a finite range of numbers, which "
+            "is clip: give a finite clip"
         )
     if user.clipping == "adaptive":
         raise ValueError(
-            f"user-level: adaptive clipping counts short updates on the server, which under "
-            f"{settings.name} sees none: take flat or layers"
+            "user-level: adaptive clipping needs single updates on the server, which "
+            f"{settings.name} hides: use flat or layers"
         )
 
 
@@ -46,8 +46,8 @@ def check_pacing(settings: SecureAggregation, pacing: Pacing, name: str) -> None
     """Check that the system has rounds; raises ValueError if not."""
     if not pacing.synchronous:
         raise ValueError(
-            f"{name} combines updates of different moments, and {settings.name} sums those of a "
-            f"round: take a system with rounds, such as fed-avg"
+            f"{name} combines updates of different times, but {settings.name} sums those of one "
+            "round: use a system with rounds, such as fed-avg"
         )
 
 
@@ -60,8 +60,8 @@ def check_groups(
     if least < settings.minimum:
         of = "a round" if least == updates else f"the smallest group of {rule}"
         raise ValueError(
-            f"{of} has {least} clients, and a sum of fewer than {settings.minimum} says too much "
-            f"of each: ask more clients, or lower minimum"
+            f"{of} has {least} clients, but a sum needs at least {settings.minimum}, so that it "
+            "does not reveal single updates: select more clients, or lower minimum"
         )
 
 
@@ -69,8 +69,8 @@ def check_measuring(settings: SecureAggregation, held_out: float, fine_tune: int
     """Check that clients report no measurements of their own data; raises ValueError if so."""
     if held_out or fine_tune:
         raise ValueError(
-            f"held_out has each client measure models by itself, and under {settings.name} nothing "
-            f"of a client's travels bare: leave held_out and fine_tune out"
+            f"held_out makes each client report its own metrics, but {settings.name} allows only "
+            "sums: leave held_out and fine_tune out"
         )
 
 
@@ -78,11 +78,11 @@ def check_conditions(settings: SecureAggregation, conditions: Conditions) -> Non
     """Check the fleet's conditions; raises ValueError for reports outside of sums."""
     if not conditions.arrival.is_static:
         raise ValueError(
-            f"data that arrive are measured client by client, and under {settings.name} nothing of "
-            f"a client's travels bare: leave arrival out"
+            f"with an arrival each client reports its own metrics, but {settings.name} allows "
+            "only sums: leave arrival out"
         )
     if conditions.transfer_budget is not None:
         raise ValueError(
-            f"transfer_budget counts an update before it is sent, and under {settings.name} it is "
-            f"sent in steps: leave it out"
+            f"transfer_budget counts an update before it is sent, but {settings.name} sends it in "
+            "several steps: leave it out"
         )

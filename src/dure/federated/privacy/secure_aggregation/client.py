@@ -167,8 +167,7 @@ class SecureSumClient:
     ) -> None:
         if roster is not None and (identity is None or roster.get(number) != identity.public):
             raise ValueError(
-                f"the roster has another key of client {number} than its own: agree on the roster "
-                f"again"
+                f"the roster has a different key for client {number}: agree on the roster again"
             )
         self._number = number
         self._context = context
@@ -207,8 +206,8 @@ class SecureSumClient:
         expected = self._stages[len(self._answered) :][:1]
         if (stage,) != expected:
             raise ProtocolError(
-                f"the server asks for {_named(stage)}, and it is the turn of "
-                f"{_named(*expected) if expected else 'nothing more'}"
+                f"the server asks for {_named(stage)}, but the next stage is "
+                f"{_named(*expected) if expected else 'none'}"
             )
         answer, tensor = self._do(stage, body)
         if MASK in self._answered:
@@ -223,9 +222,11 @@ class SecureSumClient:
     def _again(self, stage: int, asked: bytes) -> tuple[bytes, Tensor | None]:
         before = self._answered[stage]
         if before.asked != asked:
-            raise ProtocolError(f"the server asks for {_named(stage)} twice, and differently")
+            raise ProtocolError(
+                f"the server asks for {_named(stage)} twice, with different content"
+            )
         if stage == MASK and before.tensor is None:
-            raise ProtocolError(f"the server asks for {_named(stage)} again after it has gone on")
+            raise ProtocolError(f"the server asks for {_named(stage)} again after a later stage")
         return before.body, before.tensor
 
     def _do(self, stage: int, body: bytes) -> tuple[bytes, Tensor | None]:
@@ -259,8 +260,8 @@ class SecureSumClient:
         field = own.differs(offered)
         if field:
             raise ProtocolError(
-                f"the server's secure aggregation has another {field} than client {self._number} "
-                f"knows of"
+                f"the server's secure aggregation has a different {field} than client "
+                f"{self._number} expects"
             )
         if self._number not in own.members:
             raise ProtocolError(f"client {self._number} is not among the members of the sum")
@@ -268,13 +269,15 @@ class SecureSumClient:
         try:
             own.check()
         except ValueError as error:
-            raise ProtocolError(f"the server's secure aggregation cannot be: {error}") from None
+            raise ProtocolError(
+                f"the server's settings of secure aggregation are invalid: {error}"
+            ) from None
 
     def _enough(self, clients: Sequence[int], what: str) -> None:
         if len(clients) < self._minimum:
             raise ProtocolError(
-                f"the sum would have {len(clients)} {what}, and this client takes part in sums of "
-                f"{self._minimum} or more"
+                f"the sum would have {len(clients)} {what}, but this client takes part only in "
+                f"sums of {self._minimum} or more"
             )
 
     def _key(self, purpose: str) -> bytes:
@@ -308,27 +311,29 @@ class SecureSumClient:
         if not is_ascending(present) or not set(present) <= set(self._context.members):
             raise ProtocolError("the server lists clients twice, out of order, or of another sum")
         if self._number not in present:
-            raise ProtocolError(f"the server says that client {self._number} has no keys")
+            raise ProtocolError(f"the server lists no keys for client {self._number}")
         self._many(present, "have keys")
         return MaskingCohort(self._context, present, keys.seed)
 
     def _many(self, clients: Sequence[int], what: str) -> None:
         least = self._context.least
         if len(clients) < least:
-            raise ProtocolError(f"{len(clients)} clients {what}, and {least} have to")
+            raise ProtocolError(f"{len(clients)} clients {what}, but at least {least} are needed")
         self._enough(clients, f"clients that {what}")
 
     def _keys_in(self, keys: Keys, cohort: MaskingCohort) -> dict[int, PublicKeys]:
         """Return the neighbours' advertised keys, after all checks."""
         if tuple(one.client for one in keys.keys) != cohort.holders(self._number):
-            raise ProtocolError("the server gives the keys of others than the client's neighbours")
+            raise ProtocolError(
+                "the server sends keys of clients that are not the client's neighbours"
+            )
         told = {one.client: one for one in keys.keys}
         own = told.pop(self._number)
         if (own.channel, own.mask) != (self._own.channel.public, self._own.mask.public):
-            raise ProtocolError(f"the server gives client {self._number} other keys as its own")
+            raise ProtocolError(f"the server sends client {self._number} wrong keys as its own")
         public = [key for one in keys.keys for key in (one.channel, one.mask)]
         if len(set(public)) < len(public):
-            raise ProtocolError("the server gives one key to two clients, or for two purposes")
+            raise ProtocolError("the server sends one key for two clients, or for two purposes")
         for one in told.values():
             self._vouched(one)
         return told
@@ -340,15 +345,15 @@ class SecureSumClient:
         text = keys_text(self._digest, one.client, one.channel, one.mask)
         if not _is_signed(self._roster, one.client, text, one.signature):
             raise ProtocolError(
-                f"client {one.client} has not signed its keys for this sum: the server has put "
-                f"others in their place, or has told it of another sum"
+                f"client {one.client} has not signed its keys for this sum: the server has "
+                "replaced them, or has sent the client another sum"
             )
 
     def _agreed(self, own: KeyPair, their: bytes, purpose: str, other: int) -> bytes:
         try:
             return agree(own, their, pair_key_info(purpose, self._digest, self._number, other))
         except AgreementError:
-            raise ProtocolError(f"the server gives a key of client {other} that is none") from None
+            raise ProtocolError(f"the server sends an invalid key of client {other}") from None
 
     def _divided(self, seed: bytes, holders: int) -> list[_Pieces]:
         """Return each holder's shares of the private mask key and of the seed."""
@@ -384,7 +389,9 @@ class SecureSumClient:
         cohort = self._shared.cohort
         neighbours = set(cohort.neighbours(self._number))
         if not is_ascending(senders) or not set(senders) <= neighbours:
-            raise ProtocolError("the server gives shares twice, out of order, or of no neighbour")
+            raise ProtocolError(
+                "the server sends shares twice, out of order, or of clients that are not neighbours"
+            )
         if self._context.complete:
             self._many((*senders, self._number), "have shared keys")
         self._holders((*senders, self._number), "have shared keys")
@@ -394,8 +401,8 @@ class SecureSumClient:
         there = len(set(clients) & set(self._shared.cohort.holders(self._number)))
         if there < self._context.threshold:
             raise ProtocolError(
-                f"{there} of those who hold shares of client {self._number} {what}, and "
-                f"{self._context.threshold} have to"
+                f"{there} of the holders of shares of client {self._number} {what}, but at least "
+                f"{self._context.threshold} are needed"
             )
 
     def _opened(self, told: SharesFromNeighbours) -> dict[int, _Pieces]:
@@ -418,8 +425,9 @@ class SecureSumClient:
         there = len(held) + 1
         if there < self._context.threshold:
             raise ProtocolError(
-                f"the shares of {there} clients open, and {self._context.threshold} have to: the "
-                f"server has told others of another model, list, length or threshold"
+                f"the shares of {there} clients can be decrypted, but at least "
+                f"{self._context.threshold} are needed: the server has sent other clients another "
+                "model, list, length or threshold"
             )
         return held
 
@@ -444,12 +452,12 @@ class SecureSumClient:
             raise ProtocolError("the server lists survivors twice, out of order, or of another sum")
         if self._number not in survivors:
             raise ProtocolError(
-                f"client {self._number} has sent its vector, and the server says that it was lost"
+                f"client {self._number} has sent its vector, but the server lists it as lost"
             )
         strange = set(survivors) & set(cohort.neighbours(self._number)) - set(self._senders)
         if strange:
             raise ProtocolError(
-                f"client {min(strange)} is to have survived, and has no masks with client "
+                f"client {min(strange)} is listed as a survivor, but has no masks with client "
                 f"{self._number}"
             )
         self._many(survivors, "have survived")
@@ -477,18 +485,22 @@ class SecureSumClient:
 
     def _check_signatures(self, told: Unmask) -> None:
         if told.survivors != self._survivors:
-            raise ProtocolError("the server's survivors are not those that this client has signed")
+            raise ProtocolError(
+                "the server's list of survivors differs from the list that this client has signed"
+            )
         assert self._roster is not None
         signers = tuple(one.client for one in told.signatures)
         if not is_ascending(signers) or not set(signers) <= set(told.survivors):
-            raise ProtocolError("the server gives signatures twice, out of order, or of the lost")
+            raise ProtocolError(
+                "the server sends signatures twice, out of order, or of lost clients"
+            )
         self._many(signers, "have signed the survivors")
         text = survivors_text(self._digest, told.survivors)
         for one in told.signatures:
             if not _is_signed(self._roster, one.client, text, one.signature):
                 raise ProtocolError(
-                    f"client {one.client} has not signed these survivors: the server has told it "
-                    f"of others"
+                    f"client {one.client} has not signed these survivors: the server has sent it "
+                    "another list"
                 )
 
 

@@ -148,7 +148,7 @@ class ClippedContribution:
         clipped = estimator.clipped(self._contribution(update, asked))
         joined = torch.cat([one.reshape(-1).cpu() for one in clipped])
         if not bool(joined.isfinite().all()):
-            raise ValueError("an update is not finite")
+            raise ValueError("an update contains values that are not finite")
         weighs = weight(settings, update.examples)
         how = self._quantisation
         if self._noised is not None:

@@ -108,21 +108,23 @@ class SumContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         if not self.length:
             raise ValueError("the vector has no elements")
         if not 1 <= self.degree <= n - 1:
-            raise ValueError(f"{self.degree} neighbours cannot be had among {n} members")
+            raise ValueError(f"{self.degree} neighbours are impossible among {n} members")
         if self.complete and not 2 * n < 3 * self.threshold <= 3 * n:
             raise ValueError(
-                f"the threshold is {self.threshold} of {n} members, but it has to be above 2/3 of "
-                f"them, and no more than all"
+                f"the threshold is {self.threshold} of {n} members, but it has to be more than "
+                "2/3 of them and at most all"
             )
         if not self.complete and self.degree % 2:
-            raise ValueError(f"a graph in which each has {self.degree} neighbours: it is even")
+            raise ValueError(
+                f"each member has {self.degree} neighbours, but the number has to be even"
+            )
         if not self.complete and not 2 <= self.threshold <= self.degree:
             raise ValueError(
                 f"the threshold is {self.threshold} of {self.degree} neighbours, but it has to be "
-                f"2 or more, and no more than all"
+                "2 or more and at most all"
             )
         if self.fewest > n:
-            raise ValueError(f"a sum is to have {self.fewest} clients, and there are {n} members")
+            raise ValueError(f"a sum needs {self.fewest} clients, but there are {n} members")
 
     def digest(self) -> bytes:
         """Return d, 32 bytes."""

@@ -171,7 +171,7 @@ class Contribution:
         self.quantisation.check(values, clients)
         weight, cut, *_ = self.quantisation.decode_whole(rest, MOST, clients)
         if not (clients <= weight <= clients * self.most and cut <= clients * self.shape.values):
-            raise ValueError(f"this is no sum of {clients} clients: its weight is not theirs")
+            raise ValueError(f"this is not a sum of {clients} clients: its weight does not match")
 
     def decode(
         self, total: Tensor, clients: int, asked: Assignment, extras: Sequence[Tensor]

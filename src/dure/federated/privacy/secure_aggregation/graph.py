@@ -95,9 +95,14 @@ def plan(
     Raises ValueError if no graph is enough.
     """
     if members < 3:
-        raise ValueError(f"a sum of {members} members: it takes 3, for none to know another's part")
+        raise ValueError(
+            f"a sum has {members} members, but needs at least 3 to hide each member's part from "
+            "the others"
+        )
     if not (0 <= corrupt < 1 and 0 <= drop_out < 1):
-        raise ValueError(f"shares of {corrupt} corrupt and {drop_out} lost: each is 0 to below 1")
+        raise ValueError(
+            f"the fractions are {corrupt} corrupt and {drop_out} lost, but each has to be in [0, 1)"
+        )
     # 0.1 · 30 must give 3 in spite of float64 rounding.
     bad = math.ceil(corrupt * members - 1e-9)
     lost = math.floor(drop_out * members + 1e-9)
@@ -114,8 +119,8 @@ def plan(
     fewest_there = members - 1 - lost
     if most_known >= fewest_there:
         raise ValueError(
-            f"of {members} members {bad} may be corrupt and {lost} lost: no threshold is above the "
-            f"one and within the rest; assume fewer, or ask more clients"
+            f"of {members} members {bad} may be corrupt and {lost} lost: no threshold satisfies "
+            "both; assume fewer, or select more clients"
         )
     return _between(members - 1, most_known, fewest_there)
 

@@ -239,7 +239,7 @@ def from_body(body: bytes, kind: type[AnyBody]) -> AnyBody:
     Raises ProtocolError for any other bytes, with a sentence that quotes none of them.
     """
     if len(body) > MOST_BODY:
-        raise ProtocolError(f"a message has {len(body)} bytes, and may have {MOST_BODY}")
+        raise ProtocolError(f"a message has {len(body)} bytes, but at most {MOST_BODY} are allowed")
     try:
         message: AnyBody = _decoder(kind).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -247,7 +247,7 @@ def from_body(body: bytes, kind: type[AnyBody]) -> AnyBody:
     else:
         return message
     # Outside the handler: msgspec's text may quote the message, and a cause would be printed too.
-    raise ProtocolError(f"the message is no {kind.__name__}, as this stage wants one")
+    raise ProtocolError(f"the message is not a {kind.__name__}, which this stage requires")
 
 
 @lru_cache
@@ -276,7 +276,9 @@ def context_of(
     try:
         asked_for = bounds(settings, len(offered.members))
     except ValueError as error:
-        raise ProtocolError(f"the server's secure aggregation cannot be: {error}") from None
+        raise ProtocolError(
+            f"the server's settings of secure aggregation are invalid: {error}"
+        ) from None
     return msgspec.structs.replace(
         offered,
         **asked_for._asdict(),

@@ -56,13 +56,17 @@ class Quantisation:
 
     def __post_init__(self) -> None:
         if not 0 < self.range < math.inf:
-            raise ValueError(f"the range is {self.range}, but it is above 0 and finite")
+            raise ValueError(
+                f"the range is {self.range}, but it has to be greater than 0 and finite"
+            )
         if not 2 <= self.modulus_bits <= 32:
-            raise ValueError(f"a modulus of {self.modulus_bits} bits: it has 2 to 32")
+            raise ValueError(
+                f"the modulus has {self.modulus_bits} bits, but it has to have 2 to 32"
+            )
         if self.clients < 1 or self.levels < 1:
             raise ValueError(
-                f"a sum of {self.clients} clients in {self.modulus_bits} bits: there have to be "
-                f"1 to {(1 << self.modulus_bits - 1) - 1}"
+                f"a sum in {self.modulus_bits} bits has {self.clients} clients, but it can have 1 "
+                f"to {(1 << self.modulus_bits - 1) - 1}"
             )
 
     @property
@@ -83,7 +87,9 @@ class Quantisation:
         weights.
         """
         if not 0 <= weight <= 1:
-            raise ValueError(f"a weight of {weight}: it has to be 0 to 1, so that the sum fits")
+            raise ValueError(
+                f"a weight is {weight}, but it has to be 0 to 1, so that the sum does not overflow"
+            )
         given = values.detach().reshape(-1)
         encoded = torch.empty(values.shape, dtype=torch.int32)
         out = encoded.view(-1).numpy()
@@ -121,7 +127,7 @@ class Quantisation:
             return 0
         if not math.isfinite(largest):
             raise ValueError(
-                "an update has NaN or infinity in it, and a sum of masked numbers would not show it"
+                "an update contains NaN or infinity, which a sum of masked numbers would hide"
             )
         beyond = int(np.count_nonzero(np.abs(numbers) > self.range))
         np.clip(numbers, -self.range, self.range, out=numbers)
@@ -140,7 +146,7 @@ class Quantisation:
         """Check that `clients` vectors can have this total; raises ValueError if not."""
         self._check(clients)
         if total.numel() and max(int(total.max()), -int(total.min())) > clients * self.levels:
-            raise ValueError(f"this is no sum of {clients} clients: it is larger than theirs is")
+            raise ValueError(f"this is not a sum of {clients} clients: it is too large")
 
     def encode_whole(self, numbers: Sequence[int], most: int) -> Tensor:
         """Return whole numbers from 0 to `most` as int32 digits that add exactly.
@@ -152,7 +158,7 @@ class Quantisation:
         digits = []
         for number in numbers:
             if not 0 <= number <= most:
-                raise ValueError(f"a whole number is {number}, but it can be 0 to {most}")
+                raise ValueError(f"an integer is {number}, but it has to be 0 to {most}")
             for _ in range(self.digits(most)):
                 number, digit = divmod(number, base)
                 digits.append(digit)
@@ -168,7 +174,7 @@ class Quantisation:
         per_number = self.digits(most)
         digits = (total.to(torch.int64) & 0xFFFFFFFF).tolist()
         if len(digits) % per_number:
-            raise ValueError(f"a whole number has {per_number} digits, and there are {len(digits)}")
+            raise ValueError(f"an integer has {per_number} digits, but there are {len(digits)}")
         found = [
             sum(digit << self._bits * at for at, digit in enumerate(digits[first:][:per_number]))
             for first in range(0, len(digits), per_number)
@@ -176,7 +182,7 @@ class Quantisation:
         if any(digit > clients * ((1 << self._bits) - 1) for digit in digits) or any(
             number > clients * most for number in found
         ):
-            raise ValueError(f"this is no sum of {clients} clients: it is larger than theirs is")
+            raise ValueError(f"this is not a sum of {clients} clients: it is too large")
         return found
 
     def digits(self, most: int) -> int:
@@ -185,7 +191,7 @@ class Quantisation:
         ValueError for most < 0.
         """
         if most < 0:
-            raise ValueError(f"whole numbers from 0 to {most}: there are none")
+            raise ValueError(f"there are no integers from 0 to {most}")
         return max(1, -(-most.bit_length() // self._bits))
 
     @property
@@ -195,4 +201,4 @@ class Quantisation:
 
     def _check(self, clients: int) -> None:
         if not 1 <= clients <= self.clients:
-            raise ValueError(f"a sum of {clients} clients, but it can be of 1 to {self.clients}")
+            raise ValueError(f"the sum has {clients} clients, but it can have 1 to {self.clients}")

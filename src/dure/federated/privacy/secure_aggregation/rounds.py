@@ -348,8 +348,8 @@ class _Round:
             how.check(total, len(clients))
         except ValueError as error:
             raise TooFewError(
-                f"secure aggregation of round {context.round}: {error}; one of them has sent "
-                f"another vector than the protocol has, and it cannot be told which"
+                f"secure aggregation of round {context.round}: {error}; one of them has sent a "
+                "vector that violates the protocol, and the server cannot determine which one"
             ) from error
 
     def _note(self, server: SecureSumServer) -> None:

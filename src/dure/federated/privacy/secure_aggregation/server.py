@@ -241,7 +241,10 @@ class SecureSumServer:
         Raises TooFewError if too many shares are missing or wrong to remove the masks.
         """
         if self.stage is not None:
-            raise ValueError(f"the sum is there after the last stage, and this is {self._at()}")
+            raise ValueError(
+                "the sum is available only after the last stage, and the current stage is "
+                f"{self._at()}"
+            )
         if self._result is None:
             self._result = (self._unmasked(), list(self._survivors))
         return self._result
@@ -420,8 +423,8 @@ class SecureSumServer:
         if len(there) < least:
             raise TooFewError(
                 f"secure aggregation of round {self._context.round}: {len(there)} of "
-                f"{len(self._context.members)} clients have answered {self._at()}, and {least} "
-                f"have to: wait longer for them, or ask more clients"
+                f"{len(self._context.members)} clients have answered {self._at()}, but {least} "
+                "are needed: wait longer for them, or select more clients"
             )
         # In SecAgg+ a client may lose the few holders of its shares although many clients remain.
         if self.stage == ADVERTISE or self._context.complete:
@@ -432,9 +435,9 @@ class SecureSumServer:
             if holders < self._context.threshold:
                 raise TooFewError(
                     f"secure aggregation of round {self._context.round}: {holders} of the "
-                    f"{len(self._cohort.holders(client))} who hold shares of client {client} have "
-                    f"answered {self._at()}, and {self._context.threshold} have to: plan for a "
-                    f"larger share of drop-outs"
+                    f"{len(self._cohort.holders(client))} holders of shares of client {client} "
+                    f"have answered {self._at()}, but {self._context.threshold} are needed: plan "
+                    "for a larger fraction of drop-outs"
                 )
 
     def _end_of_stage(self, there: tuple[int, ...]) -> None:
@@ -471,9 +474,9 @@ class SecureSumServer:
             have = len(everybody.intersection(whole)) - len(holders)
             if have < self._context.threshold:
                 failed = (
-                    f"secure aggregation of round {self._context.round}: {have} of "
-                    f"{len(whole)} have a share of client {owner}'s secret, and "
-                    f"{self._context.threshold} have to: its shares do not open or fit, say "
+                    f"secure aggregation of round {self._context.round}: {have} of {len(whole)} "
+                    f"have a share of client {owner}'s secret, but {self._context.threshold} are "
+                    "needed: its shares cannot be decrypted or do not match, according to "
                     f"clients {_listed(holders)}"
                 )
         if failed:
@@ -545,8 +548,9 @@ class SecureSumServer:
         if len(shares) < threshold:
             raise TooFewError(
                 f"secure aggregation of round {self._context.round}: {len(shares)} of "
-                f"{len(holders)} have a share of client {owner}'s secret, and {threshold} have to: "
-                f"the client did not share it with all, or somebody has told them two things"
+                f"{len(holders)} have a share of client {owner}'s secret, but {threshold} are "
+                "needed: the client did not share it with all, or clients have received "
+                "different information"
             )
         return {at: shares[holder] for at, holder in enumerate(holders) if holder in shares}
 
@@ -583,8 +587,8 @@ class SecureSumServer:
         if len(shares) < self._context.threshold:
             raise TooFewError(
                 f"secure aggregation of round {self._context.round}: {len(shares)} of "
-                f"{len(holders)} have given the share of client {owner}'s secret that it has "
-                f"committed to, and {self._context.threshold} have to"
+                f"{len(holders)} have sent the share of client {owner}'s secret that matches its "
+                f"commitment, but {self._context.threshold} are needed"
             )
         # The owner has committed to each share, except the owner's own, which comes last.
         order = sorted(shares, key=lambda at: holders[at] == owner)
@@ -598,8 +602,8 @@ class SecureSumServer:
         if found.secret is None:
             raise TooFewError(
                 f"secure aggregation of round {self._context.round}: the shares of client "
-                f"{owner}'s secret make none that fits what it has advertised: it has shared "
-                f"another one"
+                f"{owner}'s secret do not give the advertised secret: the client has shared "
+                "another one"
             )
         return found.secret
 

@@ -30,18 +30,20 @@ class SecureAggregation(Protection):
     def __post_init__(self) -> None:
         if not 2 / 3 < self.threshold <= 1:
             raise ValueError(
-                f"{self.name}: threshold is {self.threshold}, but more than 2/3 of the clients "
-                f"have to be there to the end: else a server that tells two halves two things "
-                f"sees both"
+                f"{self.name}: threshold is {self.threshold}, but it has to be more than 2/3: "
+                "otherwise a server that sends different lists to two halves of the clients "
+                "could unmask both"
             )
         if not 0 < self.range < math.inf:
-            raise ValueError(f"{self.name}: range is {self.range}, but it is above 0 and finite")
+            raise ValueError(
+                f"{self.name}: range is {self.range}, but it has to be greater than 0 and finite"
+            )
         if self.most_examples < 1:
             raise ValueError(
-                f"{self.name}: most_examples is {self.most_examples}, but it counts 1 or more"
+                f"{self.name}: most_examples is {self.most_examples}, but it has to be 1 or more"
             )
         if self.minimum < 2:
-            raise ValueError(f"{self.name}: minimum is {self.minimum}, but a sum has 2 or more")
+            raise ValueError(f"{self.name}: minimum is {self.minimum}, but it has to be 2 or more")
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def split_many(
     """
     if not 1 <= threshold <= holders < _P:
         raise ValueError(
-            f"a secret for {holders} holders of whom any {threshold} know it: the threshold has "
+            f"a secret has {holders} holders and the threshold {threshold}, but the threshold has "
             f"to be 1 to {holders}"
         )
     drawn = below(key, _P, (threshold - 1) * len(secrets) * _NUMBERS).numpy().view(np.uint64)
@@ -97,25 +97,25 @@ def join_many(secrets: Sequence[Mapping[int, bytes]], threshold: int) -> list[by
     )
     values = np.frombuffer(held, dtype="<u4").reshape(len(secrets), threshold, _NUMBERS)
     if (values >= _P).any():
-        raise ValueError("a share is malformed: it has a number outside of the field")
+        raise ValueError("a share is malformed: it contains a number outside the field")
     products = _reduced(factors[:, :, None] * values.astype(np.uint64))
     numbers = _exactly(products.sum(axis=1))
     if (numbers >= _MOST).any():
-        raise ValueError("shares are not those of one secret: what they make is none")
+        raise ValueError("the shares do not belong to one secret")
     return [_bytes(of) for of in numbers.tolist()]
 
 
 def _first(shares: Mapping[int, bytes], threshold: int) -> tuple[int, ...]:
     """Return the holders whose shares count. Raises ValueError for shares that cannot be joined."""
     if not 1 <= threshold <= len(shares):
-        raise ValueError(f"{len(shares)} shares are there of a secret that needs {threshold}")
+        raise ValueError(f"there are {len(shares)} shares of a secret, but {threshold} are needed")
     holders = tuple(sorted(shares)[:threshold])
     if not 0 <= holders[0] <= holders[-1] < _P - 1:
-        raise ValueError(f"holders are counted from 0 on, and there is one with {min(shares)}")
+        raise ValueError(f"holders are counted from 0, but one has the number {min(shares)}")
     for holder in holders:
         if len(shares[holder]) != SHARE:
             raise ValueError(
-                f"a share is malformed: it has {len(shares[holder])} bytes and not {SHARE}"
+                f"a share is malformed: it has {len(shares[holder])} bytes not {SHARE}"
             )
     return holders
 
@@ -154,7 +154,7 @@ def _exactly(value: Any) -> Any:
 
 def _numbers(secret: bytes) -> list[int]:
     if len(secret) != SECRET:
-        raise ValueError(f"a secret has {SECRET} bytes, and this one has {len(secret)}")
+        raise ValueError(f"a secret has {SECRET} bytes, but this one has {len(secret)}")
     whole = int.from_bytes(secret, "little")
     return [whole >> _BITS * at & (1 << _BITS) - 1 for at in range(_NUMBERS)]
 

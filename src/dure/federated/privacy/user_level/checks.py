@@ -39,24 +39,24 @@ def check_user_level(
     """
     if not synchronous:
         raise ValueError(
-            f"user-level privacy counts rounds, and {strategy.name} has none: take fed-avg, or "
-            f"another with rounds"
+            f"user-level privacy counts rounds, but {strategy.name} has none: use fed-avg or "
+            "another system with rounds"
         )
     if not isinstance(strategy.selection, PerClientPoisson):
         raise ValueError(
-            f"user-level privacy counts on a coin of its own for each client, and the selection "
-            f"{strategy.selection} asks others in place of those who are away: leave it out, or "
-            f"write coins"
+            "user-level privacy needs an independent draw for each client, but the selection "
+            f"{strategy.selection} replaces absent clients by others: leave it out, or write coins"
         )
     if strategy.rule() != Mean():
         raise ValueError(
-            f"user-level privacy bounds what a client says in a mean, and the rule "
-            f"{strategy.rule()} is none: leave it out"
+            "user-level privacy bounds a client's contribution to a mean, but the rule "
+            f"{strategy.rule()} is not a mean: leave it out"
         )
     if user.where == "distributed" and not secure:
         raise ValueError(
-            "user-level: where=distributed has little noise in each update, which only a sum hides:"
-            " write secure-aggregation/ before it, or leave it out for noise of the server"
+            "user-level: where=distributed adds little noise to each update, which is sufficient "
+            "only in a secure sum: write secure-aggregation/ before it, or leave it out and let "
+            "the server add the noise"
         )
     _check_clipping(user)
     if strategy.epsilon is not None:
@@ -67,29 +67,30 @@ def check_budget(user: UserLevel, strategy: PrivateRoundsStrategy, clients: int)
     """Check that at least a single round fits the budget, and delta; raises ValueError if not."""
     if clients * strategy.delta >= 1:
         raise ValueError(
-            f"delta is {strategy.delta}, and with {clients} clients 1/{clients} would allow to "
-            f"publish one of them: take well below, such as {0.01 / clients:.0e}"
+            f"delta is {strategy.delta}, but it has to be well below 1/{clients} for {clients} "
+            f"clients, because 1/{clients} would allow publishing one client's data: choose a "
+            f"smaller one, such as {0.01 / clients:.0e}"
         )
     if strategy.epsilon is not None:
         told = epsilon_account(user, strategy, clients)([one_round(user, strategy)])
         if told > strategy.epsilon:
             raise ValueError(
-                f"one round alone tells an epsilon of {told:.4g}, and the budget is "
-                f"{strategy.epsilon}: take more noise than {user.noise}, or leave the noise out "
-                f"for the one that fits"
+                f"one round alone costs an epsilon of {told:.4g}, but the budget is "
+                f"{strategy.epsilon}: give more noise than {user.noise}, or leave the noise out "
+                "to choose it automatically"
             )
 
 
 def _check_clipping(user: UserLevel) -> None:
     if math.isinf(user.clip) and (user.noise or user.clipping != "flat"):
         raise ValueError(
-            "user-level: clip is inf, and noise and clipping follow a largest norm: give a clip, "
+            "user-level: clip is inf, but noise and clipping need a finite norm: give a clip, "
             "such as 1"
         )
     if user.clipping == "adaptive" and user.where != "server":
         raise ValueError(
-            f"user-level: adaptive clipping has the server count, and noise is {user.where}: take "
-            f"flat or layers"
+            "user-level: adaptive clipping needs noise of the server, but the noise is "
+            f"{user.where}: use flat or layers"
         )
 
 
@@ -126,8 +127,9 @@ def chosen_noise(
     assert strategy.epsilon is not None
     if rounds is None:
         raise ValueError(
-            f"epsilon {strategy.epsilon} chooses the noise for a number of rounds: give --rounds "
-            f"(Stop(rounds=...)), or a noise, such as user-level:{user.clip:g}:1.1"
+            f"to choose the noise for epsilon {strategy.epsilon}, dure needs the number of "
+            "rounds: give --rounds (Stop(rounds=...)), or a noise, such as "
+            f"user-level:{user.clip:g}:1.1"
         )
     rate = one_round(user, strategy).rate
     if user.where == "distributed":

@@ -96,18 +96,18 @@ class DistributedNoisePlan:
     def __post_init__(self) -> None:
         if not 1 <= self.threshold <= self.clients:
             raise ValueError(
-                f"distributed noise: threshold is {self.threshold}, but a sum is of 1 to "
+                f"distributed noise: threshold is {self.threshold}, but a sum can have 1 to "
                 f"{self.clients} clients"
             )
         if not (0 < self.clip < math.inf and 0 <= self.noise < math.inf):
             raise ValueError(
-                f"distributed noise: clip is {self.clip} and noise {self.noise}, but both are "
-                f"finite, and clip is above 0"
+                f"distributed noise: clip is {self.clip} and noise {self.noise}, but both have to "
+                "be finite, and clip greater than 0"
             )
         if not self.scale * self.clip >= 1:
             raise ValueError(
-                f"distributed noise: {self.bits} bits have no room for {self.clients} clients with "
-                f"noise {self.noise}: take more bits, or less noise"
+                f"distributed noise: {self.bits} bits are too few for {self.clients} clients with "
+                f"noise {self.noise}: use more bits, or less noise"
             )
 
     @property
@@ -165,7 +165,7 @@ def encode(plan: DistributedNoisePlan, update: Tensor, signs: bytes, keys: Keys)
     """
     norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
     if not norm <= plan.clip * (1 + 1e-9):
-        raise ValueError(f"an update of norm {norm:g} is given, and it has to be clipped to S")
+        raise ValueError(f"the update has the norm {norm:g}, but it has to be clipped to S")
     rotated = rotate(plan, update.double().cpu(), signs) * plan.scale
     rounded = _rounded(plan, rotated, keys)
     if not plan.noise:
@@ -231,7 +231,9 @@ def skellam(key: bytes, variance: float, count: int) -> Tensor:
     Raises ValueError for a variance outside of 0 to `MOST_VARIANCE`.
     """
     if not 0 <= variance <= MOST_VARIANCE:
-        raise ValueError(f"Skellam noise of variance {variance}: it is 0 to {MOST_VARIANCE:g}")
+        raise ValueError(
+            f"the variance of Skellam noise is {variance}, but it has to be 0 to {MOST_VARIANCE:g}"
+        )
     if not variance:
         return torch.zeros(count, dtype=torch.int64)
     first, below = _table(variance)
@@ -272,8 +274,8 @@ def divergences(plan: DistributedNoisePlan, survivors: int | None = None) -> lis
     clients = plan.threshold if survivors is None else survivors
     if clients < plan.threshold:
         raise ValueError(
-            f"a sum of {clients} clients has less noise than was planned for "
-            f"{plan.threshold}: it must not be made"
+            f"a sum of {clients} clients has less noise than planned for {plan.threshold} "
+            "clients: it must not be released"
         )
     return [divergence(plan.share * clients, plan.l2, plan.l1, order) for order in ORDERS]
 

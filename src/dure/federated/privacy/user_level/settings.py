@@ -40,16 +40,16 @@ class UserLevel(Protection):
 
     def __post_init__(self) -> None:
         if not self.clip > 0:
-            raise ValueError(f"{self.name}: clip is {self.clip}, but a largest norm is above 0")
+            raise ValueError(f"{self.name}: clip is {self.clip}, but it has to be greater than 0")
         if not 0 <= self.noise < math.inf:
-            raise ValueError(f"{self.name}: noise is {self.noise}, but a deviation is 0 or more")
+            raise ValueError(f"{self.name}: noise is {self.noise}, but it has to be 0 or more")
         for field, kind in (("where", NoisePlacement), ("clipping", ClippingMode)):
             if getattr(self, field) not in get_args(kind):
                 raise ValueError(
-                    f"{self.name}: {field} is {getattr(self, field)!r}, but it is one of "
+                    f"{self.name}: {field} is {getattr(self, field)!r}, but it has to be one of "
                     f"{', '.join(get_args(kind))}"
                 )
         if self.most_examples < 0:
             raise ValueError(
-                f"{self.name}: most_examples is {self.most_examples}, but it counts 0 or more"
+                f"{self.name}: most_examples is {self.most_examples}, but it has to be 0 or more"
             )
