@@ -211,11 +211,11 @@ def contenders(
     return found
 
 
-def sums(width: int, rounds: int, place: RankContext) -> list[JSON]:
+def sums(width: int, rounds: int, context: RankContext) -> list[JSON]:
     """What every rank does. The world is of gloo, and so are its barriers."""
     torch.set_num_threads(1)
-    size = place.group.size
-    mine = gradient(width, place.group.rank)
+    size = context.group.size
+    mine = gradient(width, context.group.rank)
     exact = joined(mine).double()
     dist.all_reduce(exact)
     everybody = {}
@@ -240,7 +240,7 @@ def sums(width: int, rounds: int, place: RankContext) -> list[JSON]:
         if group is not None:
             counters = group.meter.counters
             compression = parse(name.partition(": ")[2])
-            sent = compression.bytes_sent(mine, size, place.group.rank, "native")
+            sent = compression.bytes_sent(mine, size, context.group.rank, "native")
             assert counters.bytes_sent == CALLS * sent, name
         average = float((arrived / CALLS - exact).norm() / exact.norm())
         rows[name] = {
@@ -259,12 +259,12 @@ def sums(width: int, rounds: int, place: RankContext) -> list[JSON]:
             rows[name]["samples"].append(slowest(time.perf_counter() - started))
     for row in rows.values():
         row["seconds"] = statistics.median(row["samples"])
-        if place.group.rank == 0:
-            place.report({"unit": "row", "step": 0, **row})
+        if context.group.rank == 0:
+            context.report({"unit": "row", "step": 0, **row})
     return list(rows.values())
 
 
-def training(epochs: int, place: RankContext) -> list[JSON]:
+def training(epochs: int, context: RankContext) -> list[JSON]:
     """A small MLP trained through every compression: the gradient of the joint batch, from the
     ranks' parts."""
     torch.set_num_threads(1)
@@ -300,8 +300,8 @@ def training(epochs: int, place: RankContext) -> list[JSON]:
         row |= {"test_accuracy": float((scores.argmax(1) == targets).float().mean())}
         row |= {"bytes": group.meter.counters.bytes_sent}
         rows.append(row)
-        if place.group.rank == 0:
-            place.report({"unit": "row", "step": 0, **row})
+        if context.group.rank == 0:
+            context.report({"unit": "row", "step": 0, **row})
     return rows
 
 

@@ -249,7 +249,7 @@ def contest(
 # Where.
 
 
-def locally(models: Any, rounds: int, steps: int, place: RankContext) -> JSON:
+def locally(models: Any, rounds: int, steps: int, context: RankContext) -> JSON:
     torch.set_num_threads(1)
     gloo = dist.new_group(backend="gloo")
     shared = dist.new_group(backend="dure")
@@ -260,7 +260,13 @@ def locally(models: Any, rounds: int, steps: int, place: RankContext) -> JSON:
 
 
 def apart(
-    models: Any, rounds: int, steps: int, hosts: Any, addresses: Any, cable: str, place: RankContext
+    models: Any,
+    rounds: int,
+    steps: int,
+    hosts: Any,
+    addresses: Any,
+    cable: str,
+    context: RankContext,
 ) -> JSON:
     """As `locally`, each rank on a host of its own."""
     torch.set_num_threads(1)

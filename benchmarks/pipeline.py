@@ -185,7 +185,7 @@ class Torchs:
 
 class Ours:
     def __init__(
-        self, width: int, batch: int, microbatches: int, schedule: str, place: RankContext
+        self, width: int, batch: int, microbatches: int, schedule: str, context: RankContext
     ) -> None:
         data = examples(batch)
         per_rank = 2 if schedule in ("interleaved", "zero-bubble-v") else 1
@@ -198,7 +198,7 @@ class Ours:
             torch.utils.data.TensorDataset(*data),
             optimizer=SGD,
         )
-        self.learner = ParallelLearner(task, place, 0, strategy)
+        self.learner = ParallelLearner(task, context, 0, strategy)
         with torch.no_grad():
             mine = dict(seeded(width).named_parameters())
             for name, parameter in self.learner.held.parameters.items():
@@ -233,7 +233,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 def contenders(
-    width: int, batch: int, microbatches: int, gloo: Any, place: RankContext
+    width: int, batch: int, microbatches: int, gloo: Any, context: RankContext
 ) -> dict[str, Callable[[], Any]]:
     theirs = partial(Torchs, width, batch, microbatches)
     ours = partial(Ours, width, batch, microbatches)
@@ -247,7 +247,7 @@ def contenders(
         "torch ZBV": partial(theirs, pipelining.ScheduleZBVZeroBubble, gloo, 2, v_shaped=True),
     }
     for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"):
-        made[f"dure {schedule}"] = partial(ours, schedule, place)
+        made[f"dure {schedule}"] = partial(ours, schedule, context)
     return made
 
 
@@ -305,10 +305,10 @@ def contest(
     rounds: int,
     steps: int,
     gloo: Any,
-    place: RankContext,
+    context: RankContext,
 ) -> JSON:
     playing = {
-        name: make() for name, make in contenders(width, batch, microbatches, gloo, place).items()
+        name: make() for name, make in contenders(width, batch, microbatches, gloo, context).items()
     }
     found: dict[str, dict[str, Tensor]] = {}
     for name, contender in playing.items():
@@ -325,7 +325,7 @@ def contest(
     apart = {name: largest_difference(right, grads) for name, grads in found.items()}
     wrong = {name: difference for name, difference in apart.items() if not difference < TOLERANCE}
     assert not wrong, f"these have other gradients than one process: {wrong}"
-    send = seconds_of_a_message(place.group, -(-batch // microbatches) * CONTEXT * width)
+    send = seconds_of_a_message(context.group, -(-batch // microbatches) * CONTEXT * width)
     samples: dict[str, list[float]] = {name: [] for name in playing}
     times: dict[str, list[JSON]] = {name: [] for name in playing}
     names = list(playing)
@@ -382,15 +382,15 @@ def against(rows: JSON) -> JSON:
     }
 
 
-def program(asked: argparse.Namespace, place: RankContext) -> JSON:
+def program(asked: argparse.Namespace, context: RankContext) -> JSON:
     torch.set_num_threads(1)
     gloo = dist.new_group(backend="gloo")
-    place.group.step = "a benchmark"
+    context.group.step = "a benchmark"
     result: JSON = {}
     for microbatches in asked.microbatches:
         with keep_freed_memory():
             rows = contest(
-                asked.width, asked.batch, microbatches, asked.rounds, asked.steps, gloo, place
+                asked.width, asked.batch, microbatches, asked.rounds, asked.steps, gloo, context
             )
         result[str(microbatches)] = {"rows": rows, "torch_over_dure": against(rows)}
     return result

@@ -53,7 +53,7 @@ def show(text: str) -> None:
 
 
 def measured(
-    learner: ParallelLearner, batch: int, rounds: int, place: RankContext, simulated: Any
+    learner: ParallelLearner, batch: int, rounds: int, context: RankContext, simulated: Any
 ) -> JSON:
     """The bubbles of some steps, and what the simulator makes of their actions."""
     indices = torch.arange(batch)
@@ -65,18 +65,18 @@ def measured(
 
     rows = []
     for _ in range(rounds + 1):
-        seconds = seconds_per_step(step, 1, place.group.process_group)
+        seconds = seconds_per_step(step, 1, context.group.process_group)
         (engine,) = learner._engines.values()
         spans = [
             (a.kind, a.stage, start, end) for a, start, end in engine.spans if a.kind in COMPUTES
         ]
-        everybodys: list[Any] = [None] * place.group.size
+        everybodys: list[Any] = [None] * context.group.size
         dist.all_gather_object(everybodys, spans)
         kept = list(chain.from_iterable(everybodys))
         busy = sum(end - start for _, _, start, end in kept)
         # the processes share a clock
         makespan = max(end for _, _, _, end in kept) - min(start for _, _, start, _ in kept)
-        bubble = 1 - busy / (place.group.size * makespan)
+        bubble = 1 - busy / (context.group.size * makespan)
         rows.append(
             {"seconds": seconds, "makespan": makespan, "measured": bubble, **simulated(kept)}
         )
@@ -87,9 +87,9 @@ def measured(
 
 
 def bubbles(
-    schedule: str, microbatches: int, asked: argparse.Namespace, place: RankContext
+    schedule: str, microbatches: int, asked: argparse.Namespace, context: RankContext
 ) -> JSON:
-    ranks = place.group.size
+    ranks = context.group.size
     per_rank = 2 if schedule == "interleaved" else 1
     stages = ranks * per_rank
     made = make(schedule, ranks, microbatches, per_rank)
@@ -107,8 +107,8 @@ def bubbles(
     )
     cut = tuple(str(stage) for stage in range(1, stages))
     strategy = Parallel(Mesh(pipeline=ranks), None, microbatches, schedule, per_rank, cut=cut)
-    learner = ParallelLearner(task, place, 0, strategy)
-    send = seconds_of_a_message(place.group, WIDTH)
+    learner = ParallelLearner(task, context, 0, strategy)
+    send = seconds_of_a_message(context.group, WIDTH)
 
     def simulated(spans: list[tuple[str, int, float, float]]) -> JSON:
         def mean(kind: str, stage: int) -> float:
@@ -122,23 +122,23 @@ def bubbles(
         simulation = simulate(made, times)
         return {"simulated": simulation.bubble, "simulated_seconds": simulation.makespan}
 
-    row = measured(learner, microbatches, asked.rounds, place, simulated)
+    row = measured(learner, microbatches, asked.rounds, context, simulated)
     times = Times.uniform(stages, 1, 2)
     if schedule == "zero-bubble":  # the waiting is all in the input gradient
         times = Times(times.forward, times.backward, times.backward, (0.0,) * stages)
     return {**row, "exact": simulate(made, times).bubble}
 
 
-def program(asked: argparse.Namespace, place: RankContext) -> list[JSON]:
+def program(asked: argparse.Namespace, context: RankContext) -> list[JSON]:
     torch.set_num_threads(1)
-    place.group.step = "a benchmark"
+    context.group.step = "a benchmark"
     rows = []
     for schedule in SCHEDULES:
         for microbatches in asked.microbatches:
-            row = bubbles(schedule, microbatches, asked, place)
+            row = bubbles(schedule, microbatches, asked, context)
             rows.append(
                 {
-                    "ranks": place.group.size,
+                    "ranks": context.group.size,
                     "schedule": schedule,
                     "microbatches": microbatches,
                     **row,

@@ -153,7 +153,7 @@ def formula(plan: str, setting: Setting, degree: int, width: int) -> tuple[int, 
     return forward * (degree - 1) // degree, backward * (degree - 1) // degree
 
 
-def contest(setting: Setting, asked: argparse.Namespace, place: RankContext) -> JSON:
+def contest(setting: Setting, asked: argparse.Namespace, context: RankContext) -> JSON:
     """What every rank does."""
     torch.set_num_threads(1)
     dtype = torch.float64 if asked.exact else torch.float32
@@ -161,7 +161,7 @@ def contest(setting: Setting, asked: argparse.Namespace, place: RankContext) -> 
     groups = {name: Group(dist.new_group(backend="dure")) for name in PLANS}
     names = [ALONE, *PLANS]
     contenders = {
-        name: Contender(name, setting, dtype, groups.get(name, place.group)) for name in names
+        name: Contender(name, setting, dtype, groups.get(name, context.group)) for name in names
     }
     for contender in contenders.values():
         for _ in range(CHECKED):
@@ -177,7 +177,7 @@ def contest(setting: Setting, asked: argparse.Namespace, place: RankContext) -> 
         if name == ALONE:
             continue
         forward, backward = counted(contender, groups[name])
-        said = formula(name, setting, place.group.size, dtype.itemsize)
+        said = formula(name, setting, context.group.size, dtype.itemsize)
         if (forward.nbytes, backward.nbytes) != said:
             raise ValueError(f"{name} sends {forward} and {backward}, by the formula {said}")
         rows[name] |= {"forward": forward._asdict(), "backward": backward._asdict()}

@@ -76,9 +76,9 @@ class Model(nn.Module):
 
 
 def learner_of(
-    place: RankContext, asked: argparse.Namespace, v: int, skips: bool
+    context: RankContext, asked: argparse.Namespace, v: int, skips: bool
 ) -> ParallelLearner:
-    ranks = place.group.size
+    ranks = context.group.size
     count = asked.microbatches * EXAMPLES
     data = torch.utils.data.TensorDataset(torch.randn(count, WIDTH), torch.randn(count, WIDTH))
     task = dure.Task(
@@ -88,18 +88,18 @@ def learner_of(
         optimizer=partial(torch.optim.SGD, lr=0.1),
     )
     each = LAYERS // v
-    cut = tuple(f"layers.{place}" for place in range(each, LAYERS * ranks, each))
+    cut = tuple(f"layers.{context}" for context in range(each, LAYERS * ranks, each))
     strategy = Parallel(Mesh(pipeline=ranks), None, asked.microbatches, "interleaved", v, cut=cut)
-    return ParallelLearner(task, place, 0, strategy)
+    return ParallelLearner(task, context, 0, strategy)
 
 
-def sent(learner: ParallelLearner, place: RankContext) -> JSON:
+def sent(learner: ParallelLearner, context: RankContext) -> JSON:
     """What all ranks together send in one step: messages, tensors in them, bytes."""
-    counters = place.group.meter.counters
+    counters = context.group.meter.counters
     before = counters.messages_sent, counters.bytes_sent
     learner.gradients(torch.arange(len(learner.train_examples)))
     own = counters.messages_sent - before[0], counters.bytes_sent - before[1]
-    rows = place.group.all_gather_values(list(map(float, own)), "the benchmark")
+    rows = context.group.all_gather_values(list(map(float, own)), "the benchmark")
     tensors, nbytes = (int(sum(column)) for column in zip(*rows, strict=True))
     messages = sum(
         action.kind in ("send_output", "send_gradient")
@@ -122,14 +122,14 @@ def formula(ranks: int, microbatches: int, v: int, skips: bool) -> JSON:
     }
 
 
-def row_of(place: RankContext, asked: argparse.Namespace, v: int, skips: bool) -> JSON:
-    ranks = place.group.size
-    learner = learner_of(place, asked, v, skips)
+def row_of(context: RankContext, asked: argparse.Namespace, v: int, skips: bool) -> JSON:
+    ranks = context.group.size
+    learner = learner_of(context, asked, v, skips)
     said = formula(ranks, asked.microbatches, v, skips)
-    found = sent(learner, place)
+    found = sent(learner, context)
     if found != {key: said[key] for key in found}:
         raise ValueError(f"v = {v}: {found} was sent, and {said} by the formula")
-    send = seconds_of_a_message(place.group, EXAMPLES * WIDTH)
+    send = seconds_of_a_message(context.group, EXAMPLES * WIDTH)
     made = learner.schedule
 
     def simulated(spans: list[tuple[str, int, float, float]]) -> JSON:
@@ -151,14 +151,14 @@ def row_of(place: RankContext, asked: argparse.Namespace, v: int, skips: bool) -
         "skips": skips,
         "send_seconds": send,
         **said,
-        **measured(learner, count, asked.rounds, place, simulated),
+        **measured(learner, count, asked.rounds, context, simulated),
     }
 
 
-def program(asked: argparse.Namespace, place: RankContext) -> list[JSON]:
+def program(asked: argparse.Namespace, context: RankContext) -> list[JSON]:
     torch.set_num_threads(1)
-    place.group.step = "a benchmark"
-    return [row_of(place, asked, v, skips) for skips in (False, True) for v in (1, 2, 4)]
+    context.group.step = "a benchmark"
+    return [row_of(context, asked, v, skips) for skips in (False, True) for v in (1, 2, 4)]
 
 
 def predicted(asked: argparse.Namespace) -> list[JSON]:

@@ -153,7 +153,7 @@ def timed(contender: Plain, alone: bool, steps: int, gloo: Any) -> float:
 
 
 def contest(
-    names: list[str], setting: Setting, rounds: int, steps: int, place: RankContext
+    names: list[str], setting: Setting, rounds: int, steps: int, context: RankContext
 ) -> JSON:
     """What every rank does: seconds of a step, a number a round, for each contender."""
     torch.set_num_threads(1)
@@ -185,7 +185,7 @@ def contest(
     }
 
 
-def sent(setting: Setting, place: RankContext) -> int:
+def sent(setting: Setting, context: RankContext) -> int:
     """Bytes that a rank of dure's contender sends in a step."""
     contender = Ours(setting, dist.new_group(backend="dure"))
     contender.step()

@@ -148,7 +148,7 @@ def slowest(value: float) -> float:
     return tensor.item()
 
 
-def contest(rounds: int, batch: float, place: RankContext) -> list[JSON]:
+def contest(rounds: int, batch: float, context: RankContext) -> list[JSON]:
     """What every rank does: all systems and models, each on both backends by turns. The world is of
     gloo."""
     torch.set_num_threads(1)
@@ -169,8 +169,8 @@ def contest(rounds: int, batch: float, place: RankContext) -> list[JSON]:
             one, other = (training.losses for training in both.values())
             apart = max(abs(a - b) for a, b in zip(one, other, strict=True))
             rows.append(row(system, size, task, steps, samples, slowest(apart)))
-            if place.group.rank == 0:
-                place.report({"unit": "row", "step": len(rows), **rows[-1]})
+            if context.group.rank == 0:
+                context.report({"unit": "row", "step": len(rows), **rows[-1]})
     return rows
 
 

@@ -51,8 +51,8 @@ def walked(strategy: Strategy, world: World) -> list[tuple[str, str]]:
         return _served(strategy, world)
     task = dure.load_task("digits")
 
-    def program(place: RankContext) -> list[tuple[str, str]]:
-        learner = strategy.learner(task, place, 0)
+    def program(context: RankContext) -> list[tuple[str, str]]:
+        learner = strategy.learner(task, context, 0)
         for _ in range(WARM):
             learner.advance(0)
         calls: list[tuple[str, str]] = []
@@ -94,11 +94,11 @@ def _served(strategy: Strategy, world: World) -> list[tuple[str, str]]:
             clients.append(threading.Thread(target=client, args=(event["serving"],)))
             clients[0].start()
 
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         # What its client is told of the run.
-        place.config = {"run": "0" * 16, "strategy": encode(strategy)}
-        with place.ending:
-            learner = strategy.learner(dure.load_task("digits"), place, 0)
+        context.config = {"run": "0" * 16, "strategy": encode(strategy)}
+        with context.ending:
+            learner = strategy.learner(dure.load_task("digits"), context, 0)
             for _ in range(WARM):
                 learner.advance(0)
             time.sleep(QUIET)

@@ -282,7 +282,7 @@ TOLERANCE = 1e-4
 
 
 def contest(
-    names: list[str], model: Any, optimizer: Any, rounds: int, steps: int, place: RankContext
+    names: list[str], model: Any, optimizer: Any, rounds: int, steps: int, context: RankContext
 ) -> JSON:
     """What every rank does: seconds of a step, a number a round, for each contender."""
     torch.set_num_threads(1)
@@ -321,7 +321,7 @@ def contest(
 # What a rank holds.
 
 
-def weigh(name: str, model: Any, optimizer: Any, place: RankContext) -> JSON:
+def weigh(name: str, model: Any, optimizer: Any, context: RankContext) -> JSON:
     """What every rank does: a few steps of one contender. Returns rank 0's bytes."""
     torch.set_num_threads(1)
     make, backend, alone = CONTENDERS[name]

@@ -57,8 +57,8 @@ def run_on_ranks(program: Program) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
-    def rank(place: RankContext) -> None:
-        group = place.group
+    def rank(context: RankContext) -> None:
+        group = context.group
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -25,13 +25,13 @@ def watched(
 ) -> list[list[Any]]:
     """look(learner) after every round, for every rank in order."""
 
-    def program(place: RankContext) -> list[Any]:
-        learner = strategy.learner(task, place, seed)
+    def program(context: RankContext) -> list[Any]:
+        learner = strategy.learner(task, context, seed)
         seen = []
         for _ in range(rounds):
             learner.advance(0)
             seen.append(look(learner))
-        return [pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(seen))]
+        return [pickle.loads(part) for part in context.group.gather_bytes(pickle.dumps(seen))]
 
     result: list[list[Any]] = dure.Processes(ranks).run(program, lambda event: None)
     return result

@@ -71,12 +71,12 @@ def several() -> dure.Examples:
     return dure.Examples(inputs, (numbers, torch.complex(numbers.double(), numbers.double() / 3)))
 
 
-def exchange(place: RankContext) -> list[Any]:
+def exchange(context: RankContext) -> list[Any]:
     """What each rank received, sent, and is told where examples differ."""
     shuffle.PIECE = 100  # a part is several messages
-    rank, counts = place.group.rank, list(map(len, PARTS))
-    got = shuffle_examples(several(), PARTS[rank], counts, 5, place.group)
-    counters = place.group.meter.counters
+    rank, counts = context.group.rank, list(map(len, PARTS))
+    got = shuffle_examples(several(), PARTS[rank], counts, 5, context.group)
+    counters = context.group.meter.counters
     received = got.batch(torch.arange(len(got)))
     told = [
         counters.bytes_sent == bytes_sent(counts, rank, ExampleLayout.of(got).nbytes),
@@ -84,12 +84,12 @@ def exchange(place: RankContext) -> list[Any]:
         _same(received, several().batch(division_after(PARTS, 5)[rank])),
     ]
     shuffle.available_memory = lambda: 0  # what arrives lies on a disk
-    again = shuffle_examples(several(), PARTS[rank], counts, 5, place.group)
+    again = shuffle_examples(several(), PARTS[rank], counts, 5, context.group)
     told.append(_same(received, again.batch(torch.arange(len(got)))))
     alike = dure.Examples(torch.zeros(40, 2 + (rank == 1)), torch.zeros(40))
     with pytest.raises(ValueError, match="examples of rank 1 differ from those of rank"):
-        shuffle_examples(alike, PARTS[rank], counts, 5, place.group)
-    parts = place.group.gather_bytes(bytes(told))
+        shuffle_examples(alike, PARTS[rank], counts, 5, context.group)
+    parts = context.group.gather_bytes(bytes(told))
     return [list(map(bool, part)) for part in parts]
 
 

@@ -20,9 +20,10 @@ def on_ranks(
 ) -> list[Any]:
     """What `program` returns on every rank, in order of rank; `backend` carries its bytes."""
 
-    def gathered(place: RankContext) -> list[Any]:
+    def gathered(context: RankContext) -> list[Any]:
         return [
-            pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
+            pickle.loads(part)
+            for part in context.group.gather_bytes(pickle.dumps(program(context)))
         ]
 
     result: list[Any] = dure.Processes(ranks, deadline=20, backend=backend).run(

@@ -24,11 +24,13 @@ def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce(
 ) -> None:
     cases = [(name, n) for name in ALGORITHMS for n in lengths]
 
-    def program(place: RankContext) -> list[tuple[Tensor, Measured, Measured]]:
+    def program(context: RankContext) -> list[tuple[Tensor, Measured, Measured]]:
         def both(name: str, n: int) -> tuple[Tensor, Measured, Measured]:
-            mine = values(n, place.group.rank, torch.int64)
-            scattered = measured(place.group, lambda: reduce_scatter(mine, place.group, name))  # type: ignore[call-overload]
-            whole = measured(place.group, lambda: all_gather(scattered.value, place.group, name, n))  # type: ignore[call-overload]
+            mine = values(n, context.group.rank, torch.int64)
+            scattered = measured(context.group, lambda: reduce_scatter(mine, context.group, name))  # type: ignore[call-overload]
+            whole = measured(
+                context.group, lambda: all_gather(scattered.value, context.group, name, n)
+            )  # type: ignore[call-overload]
             return mine, scattered, whole
 
         return [both(*case) for case in cases]
@@ -48,13 +50,13 @@ def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce(
 
 
 def test_tensors_of_any_shape_are_stacked() -> None:
-    def program(place: RankContext) -> list[Tensor]:
-        mine = torch.arange(6.0).view(2, 3).t() + 10 * place.group.rank
-        scalar = torch.tensor(place.group.rank)
+    def program(context: RankContext) -> list[Tensor]:
+        mine = torch.arange(6.0).view(2, 3).t() + 10 * context.group.rank
+        scalar = torch.tensor(context.group.rank)
         calls = [
-            all_gather(part, place.group, name) for name in ALGORITHMS for part in (mine, scalar)
+            all_gather(part, context.group, name) for name in ALGORITHMS for part in (mine, scalar)
         ]  # type: ignore[call-overload]
-        return [*calls, all_gather(scalar, place.group, async_op=True).wait()]
+        return [*calls, all_gather(scalar, context.group, async_op=True).wait()]
 
     expected = torch.stack([torch.arange(6.0).view(2, 3).t() + 10 * rank for rank in range(3)])
     for results in on_ranks(3, program):
@@ -64,11 +66,11 @@ def test_tensors_of_any_shape_are_stacked() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_an_average_is_scattered_and_the_input_kept(dtype: torch.dtype) -> None:
-    def program(place: RankContext) -> list[tuple[list[float], list[float]]]:
-        mine = torch.full((5,), 3.0 * place.group.rank, dtype=dtype)
+    def program(context: RankContext) -> list[tuple[list[float], list[float]]]:
+        mine = torch.full((5,), 3.0 * context.group.rank, dtype=dtype)
         names = ["ring", "one_shot"]
         return [
-            (reduce_scatter(mine, place.group, name, "avg").tolist(), mine.tolist())
+            (reduce_scatter(mine, context.group, name, "avg").tolist(), mine.tolist())
             for name in names
         ]  # type: ignore[call-overload]
 

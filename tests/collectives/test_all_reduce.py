@@ -83,12 +83,12 @@ CASES = (
 def reduce_many(cases: list[Case]) -> Callable[[RankContext], list[tuple[Measured, bytes]]]:
     """Every case measured, and done once more."""
 
-    def program(place: RankContext) -> list[tuple[Measured, bytes]]:
+    def program(context: RankContext) -> list[tuple[Measured, bytes]]:
         def once(case: Case) -> bytes:
-            tensor = values(case.n, place.group.rank, case.dtype)
-            return bits(all_reduce(tensor, place.group, case.algorithm, case.op))
+            tensor = values(case.n, context.group.rank, case.dtype)
+            return bits(all_reduce(tensor, context.group, case.algorithm, case.op))
 
-        return [(measured(place.group, partial(once, case)), once(case)) for case in cases]
+        return [(measured(context.group, partial(once, case)), once(case)) for case in cases]
 
     return program
 
@@ -169,9 +169,9 @@ def test_the_result_on_every_rank_with_the_bytes_and_messages_of_the_formula(
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_every_algorithm_sums_integers_alike_on_every_number_of_ranks(ranks: int) -> None:
-    def program(place: RankContext) -> list[Tensor]:
+    def program(context: RankContext) -> list[Tensor]:
         return [
-            all_reduce(values(101, place.group.rank, torch.int64), place.group, name)
+            all_reduce(values(101, context.group.rank, torch.int64), context.group, name)
             for name in ALGORITHMS
         ]  # type: ignore[call-overload]
 
@@ -209,10 +209,10 @@ def test_transfers_behind_each_other(size: int, expected: int) -> None:
 
 
 def test_one_shot_has_the_bits_of_the_master_because_both_add_in_order_of_rank() -> None:
-    def program(place: RankContext) -> tuple[Tensor, Tensor]:
-        mine = values(1_000, place.group.rank, torch.bfloat16)
-        return all_reduce(mine.clone(), place.group, "one_shot"), all_reduce(
-            mine, place.group, "master"
+    def program(context: RankContext) -> tuple[Tensor, Tensor]:
+        mine = values(1_000, context.group.rank, torch.bfloat16)
+        return all_reduce(mine.clone(), context.group, "one_shot"), all_reduce(
+            mine, context.group, "master"
         )
 
     one_shot, master = on_ranks(4, program)[3]
@@ -221,9 +221,9 @@ def test_one_shot_has_the_bits_of_the_master_because_both_add_in_order_of_rank()
 
 @pytest.mark.parametrize("algorithm", ["ring", "halving_doubling"])
 def test_an_average_of_float16_does_not_overflow_on_the_way(algorithm: Algorithm) -> None:
-    def program(place: RankContext) -> Tensor:
+    def program(context: RankContext) -> Tensor:
         return all_reduce(
-            torch.full((9,), 40_000.0, dtype=torch.float16), place.group, algorithm, "avg"
+            torch.full((9,), 40_000.0, dtype=torch.float16), context.group, algorithm, "avg"
         )
 
     assert on_ranks(4, program)[0].eq(40_000).all()
@@ -231,12 +231,12 @@ def test_an_average_of_float16_does_not_overflow_on_the_way(algorithm: Algorithm
 
 @pytest.mark.parametrize("op", ["min", "max"])
 def test_nan_of_any_rank_is_the_minimum_and_the_maximum(op: str) -> None:
-    def program(place: RankContext) -> list[Tensor]:
+    def program(context: RankContext) -> list[Tensor]:
         tensors = []
         for name in ALL_REDUCES:
             tensor = torch.arange(12.0)
-            tensor[place.group.rank * 4] = math.nan
-            tensors.append(all_reduce(tensor, place.group, name, op))  # type: ignore[call-overload]
+            tensor[context.group.rank * 4] = math.nan
+            tensors.append(all_reduce(tensor, context.group, name, op))  # type: ignore[call-overload]
         return tensors
 
     for name, result in zip(ALL_REDUCES, on_ranks(3, program)[1], strict=True):
@@ -245,11 +245,11 @@ def test_nan_of_any_rank_is_the_minimum_and_the_maximum(op: str) -> None:
 
 
 def test_a_tensor_that_is_not_contiguous_is_reduced_in_its_place() -> None:
-    def program(place: RankContext) -> list[Tensor]:
+    def program(context: RankContext) -> list[Tensor]:
         bases = []
         for name in ALL_REDUCES:
             base = torch.zeros(4, 6)
-            all_reduce(base[:, ::2].add_(place.group.rank + 1), place.group, name)  # type: ignore[call-overload]
+            all_reduce(base[:, ::2].add_(context.group.rank + 1), context.group, name)  # type: ignore[call-overload]
             bases.append(base)
         return bases
 
@@ -261,27 +261,27 @@ def test_a_tensor_that_is_not_contiguous_is_reduced_in_its_place() -> None:
 
 
 def test_a_conjugate_that_is_not_yet_computed_is_reduced() -> None:
-    def program(place: RankContext) -> Tensor:
-        return all_reduce(torch.full((3,), 1 + 2j).conj(), place.group)
+    def program(context: RankContext) -> Tensor:
+        return all_reduce(torch.full((3,), 1 + 2j).conj(), context.group)
 
     assert on_ranks(2, program)[0].resolve_conj().eq(2 - 4j).all()
 
 
 def test_a_parameter_that_needs_a_gradient_is_reduced_in_place() -> None:
-    def program(place: RankContext) -> tuple[bool, list[float]]:
+    def program(context: RankContext) -> tuple[bool, list[float]]:
         weight = torch.nn.Parameter(torch.ones(3))
-        all_reduce(weight, place.group, "tree")
+        all_reduce(weight, context.group, "tree")
         return weight.requires_grad, weight.tolist()
 
     assert on_ranks(2, program)[1] == (True, [2.0, 2.0, 2.0])
 
 
 def test_a_process_group_of_torch_is_a_group_too_and_a_part_of_the_ranks_may_be_one() -> None:
-    def program(place: RankContext) -> tuple[list[float], list[float]]:
+    def program(context: RankContext) -> tuple[list[float], list[float]]:
         everybody = all_reduce(torch.ones(2), dist.group.WORLD)
         odd = dist.new_group([1, 3])
-        part = torch.full((3,), float(place.group.rank))
-        if place.group.rank % 2:
+        part = torch.full((3,), float(context.group.rank))
+        if context.group.rank % 2:
             all_reduce(part, odd, "halving_doubling", dist.ReduceOp.SUM)
         return everybody.tolist(), part.tolist()
 

@@ -18,12 +18,12 @@ from dure.contracts.strategy import RankContext
 def test_rows_go_to_their_ranks_and_come_in_order_of_rank(ranks: int, rows: list[int]) -> None:
     cases = [(name, k) for name in ALGORITHMS for k in rows]
 
-    def program(place: RankContext) -> list[Measured]:
+    def program(context: RankContext) -> list[Measured]:
         def call(name: str, k: int) -> object:
-            mine = 100 * place.group.rank + torch.arange(place.group.size).repeat_interleave(k)
-            return all_to_all(torch.stack([mine, -mine]).t(), place.group, name).tolist()  # type: ignore[call-overload]
+            mine = 100 * context.group.rank + torch.arange(context.group.size).repeat_interleave(k)
+            return all_to_all(torch.stack([mine, -mine]).t(), context.group, name).tolist()  # type: ignore[call-overload]
 
-        return [measured(place.group, lambda c=case: call(*c)) for case in cases]  # type: ignore[misc]
+        return [measured(context.group, lambda c=case: call(*c)) for case in cases]  # type: ignore[misc]
 
     for rank, results in enumerate(on_ranks(ranks, program)):
         for (name, k), (value, sent, messages) in zip(cases, results, strict=True):
@@ -34,9 +34,9 @@ def test_rows_go_to_their_ranks_and_come_in_order_of_rank(ranks: int, rows: list
 
 
 def test_rows_that_cannot_be_divided_are_refused_before_anything_travels() -> None:
-    def program(place: RankContext) -> str:
+    def program(context: RankContext) -> str:
         with pytest.raises(ValueError, match="ranks takes a multiple of 2 rows") as caught:
-            all_to_all(torch.ones(3, 2), place.group)
+            all_to_all(torch.ones(3, 2), context.group)
         return str(caught.value)
 
     assert (

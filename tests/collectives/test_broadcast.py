@@ -32,12 +32,12 @@ def test_every_rank_has_the_roots_tensor(
     roots = [data.draw(st.integers(0, ranks - 1)) for _ in lengths]
     cases = [(name, n, root) for name in ALGORITHMS for n, root in zip(lengths, roots, strict=True)]
 
-    def program(place: RankContext) -> list[Measured]:
+    def program(context: RankContext) -> list[Measured]:
         def call(name: str, n: int, root: int) -> bytes:
             dtype = dtype_of(name, n)
-            return bits(broadcast(values(n, place.group.rank, dtype), place.group, root, name))  # type: ignore[call-overload]
+            return bits(broadcast(values(n, context.group.rank, dtype), context.group, root, name))  # type: ignore[call-overload]
 
-        return [measured(place.group, lambda c=case: call(*c)) for case in cases]  # type: ignore[misc]
+        return [measured(context.group, lambda c=case: call(*c)) for case in cases]  # type: ignore[misc]
 
     per_rank = on_ranks(ranks, program)
     for position, (name, n, root) in enumerate(cases):
@@ -57,9 +57,9 @@ def test_all_algorithms_deliver_as_much(n: int, size: int, root: int) -> None:
 
 
 def test_a_tensor_that_is_not_contiguous_is_filled_in_its_place() -> None:
-    def program(place: RankContext) -> list[list[float]]:
+    def program(context: RankContext) -> list[list[float]]:
         base = torch.zeros(2, 4)
-        broadcast(base[:, ::2].add_(place.group.rank), place.group, 1)
+        broadcast(base[:, ::2].add_(context.group.rank), context.group, 1)
         return base.tolist()
 
     assert on_ranks(2, program) == [[[1, 0, 1, 0]] * 2] * 2

@@ -28,13 +28,13 @@ def test_what_is_gathered_is_every_ranks_and_scattered_comes_back(
     roots = [data.draw(st.integers(0, ranks - 1)) for _ in lengths]
     cases = [(name, n, root) for name in ALGORITHMS for n, root in zip(lengths, roots, strict=True)]
 
-    def program(place: RankContext) -> list[tuple[Measured, Measured]]:
+    def program(context: RankContext) -> list[tuple[Measured, Measured]]:
         def both(name: str, n: int, root: int) -> tuple[Measured, Measured]:
-            mine = values(2 * n, place.group.rank, torch.float32).view(n, 2)
-            there = measured(place.group, lambda: gather(mine, place.group, root, name))  # type: ignore[call-overload]
+            mine = values(2 * n, context.group.rank, torch.float32).view(n, 2)
+            there = measured(context.group, lambda: gather(mine, context.group, root, name))  # type: ignore[call-overload]
             back = torch.zeros(2, n).t()  # not contiguous
             return there, measured(
-                place.group, lambda: scatter(back, there.value, place.group, root, name)
+                context.group, lambda: scatter(back, there.value, context.group, root, name)
             )  # type: ignore[call-overload]
 
         return [both(*case) for case in cases]
@@ -56,10 +56,10 @@ def test_what_is_gathered_is_every_ranks_and_scattered_comes_back(
 
 
 def test_beside_the_program() -> None:
-    def program(place: RankContext) -> tuple[Tensor | None, float]:
-        gathered = gather(torch.tensor(place.group.rank), place.group, async_op=True).wait()
+    def program(context: RankContext) -> tuple[Tensor | None, float]:
+        gathered = gather(torch.tensor(context.group.rank), context.group, async_op=True).wait()
         return gathered, scatter(
-            torch.zeros(()), torch.tensor([5.0, 6.0]), place.group, async_op=True
+            torch.zeros(()), torch.tensor([5.0, 6.0]), context.group, async_op=True
         ).wait().item()
 
     (first, five), (second, six) = on_ranks(2, program)

@@ -17,8 +17,8 @@ from dure.errors import PeerLostError
 
 @pytest.mark.parametrize("way", ["_transfer", "_transfer_by_way_of_memory", "_transfer_in_a_batch"])
 def test_every_way_of_transfer_sends_and_receives_all_at_once(way: str) -> None:
-    def program(place: RankContext) -> list[float]:
-        group, arrived = place.group, torch.zeros(3)
+    def program(context: RankContext) -> list[float]:
+        group, arrived = context.group, torch.zeros(3)
         others = [rank for rank in range(3) if rank != group.rank]
         sends = [(torch.tensor([10.0 * group.rank + rank]), rank) for rank in others]
         getattr(group, way)(sends, [(arrived[rank : rank + 1], rank) for rank in others])
@@ -28,8 +28,8 @@ def test_every_way_of_transfer_sends_and_receives_all_at_once(way: str) -> None:
 
 
 def test_empty_tensors_do_not_travel_and_the_rest_is_counted() -> None:
-    def program(place: RankContext) -> Measured:
-        group, into = place.group, torch.zeros(2)
+    def program(context: RankContext) -> Measured:
+        group, into = context.group, torch.zeros(2)
         peer = 1 - group.rank
         receives = [(into, peer)] if group.rank else []
         sends = [] if group.rank else [(torch.ones(2), peer), (torch.ones(0), peer)]
@@ -44,10 +44,10 @@ def test_empty_tensors_do_not_travel_and_the_rest_is_counted() -> None:
 
 
 def test_some_of_the_ranks_are_a_group_in_an_order_of_their_own() -> None:
-    def program(place: RankContext) -> tuple[float, int] | None:
-        if place.group.rank == 1:
+    def program(context: RankContext) -> tuple[float, int] | None:
+        if context.group.rank == 1:
             return None
-        part = place.group.among([3, 0, 2])
+        part = context.group.among([3, 0, 2])
         into = torch.zeros(1)
         part.exchange(
             torch.tensor([float(part.rank)]), (part.rank + 1) % 3, into, (part.rank - 1) % 3
@@ -58,8 +58,8 @@ def test_some_of_the_ranks_are_a_group_in_an_order_of_their_own() -> None:
 
 
 def test_who_does_not_come_to_a_new_group_is_named_as_in_the_world() -> None:
-    def program(place: RankContext) -> str:
-        if place.group.rank == 2:
+    def program(context: RankContext) -> str:
+        if context.group.rank == 2:
             return "did not come"
         try:
             dist.new_group([1, 2], backend="dure", timeout=timedelta(seconds=0.5))
@@ -73,9 +73,9 @@ def test_who_does_not_come_to_a_new_group_is_named_as_in_the_world() -> None:
 
 
 def test_groups_over_one_process_group_keep_one_order() -> None:
-    def program(place: RankContext) -> bool:
+    def program(context: RankContext) -> bool:
         running = all_reduce(torch.ones(200_000), dist.group.WORLD, async_op=True)
-        all_reduce(torch.ones(3), place.group)
+        all_reduce(torch.ones(3), context.group)
         return running.is_completed() and running.wait()[0].item() == 2
 
     assert on_ranks(2, program) == [True, True]
@@ -83,21 +83,24 @@ def test_groups_over_one_process_group_keep_one_order() -> None:
 
 def test_a_group_says_what_carries_its_bytes() -> None:
     assert Group().backend(torch.device("cpu")) == ""
-    assert on_ranks(2, lambda place: place.group.backend(torch.device("cpu"))) == ["gloo", "gloo"]
+    assert on_ranks(2, lambda context: context.group.backend(torch.device("cpu"))) == [
+        "gloo",
+        "gloo",
+    ]
 
 
 def test_where_tensors_of_a_device_travel_follows_from_what_the_backend_carries() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
 
-    def program(place: RankContext) -> list[str]:
-        found = [place.group._carried_on(devices).type for devices in ({cpu}, {gpu}, {cpu, gpu})]
+    def program(context: RankContext) -> list[str]:
+        found = [context.group._carried_on(devices).type for devices in ({cpu}, {gpu}, {cpu, gpu})]
         try:
-            check_carried(gpu, place.group)
+            check_carried(gpu, context.group)
             found.append("carried")
         except ValueError as error:
             found.append(str(error))
-        check_carried(cpu, place.group)
-        check_carried(gpu, place.group.alone())
+        check_carried(cpu, context.group)
+        check_carried(gpu, context.group.alone())
         return found
 
     # gloo reaches into a GPU's memory in collectives; dure's own is for the CPU.

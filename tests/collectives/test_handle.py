@@ -96,8 +96,8 @@ def test_a_handle_keeps_nothing_of_what_it_did() -> None:
 
 
 def test_many_reductions_beside_the_program_and_one_in_it_keep_their_order() -> None:
-    def program(place: RankContext) -> list[float]:
-        group, rank = place.group, place.group.rank
+    def program(context: RankContext) -> list[float]:
+        group, rank = context.group, context.group.rank
         running = [
             all_reduce(torch.full((k * 100,), float(k + rank)), group, async_op=True)
             for k in range(1, 9)
@@ -108,7 +108,7 @@ def test_many_reductions_beside_the_program_and_one_in_it_keep_their_order() -> 
         assert all(one.is_completed() for one in running)
         last = broadcast(torch.full((4,), float(rank)), group, root=2, async_op=True)
         shared = all_gather(torch.tensor([rank]), group, async_op=True)
-        place.group.all_gather_values([0.0])
+        context.group.all_gather_values([0.0])
         found = [one.wait()[0].item() for one in running]
         return [*found, behind[0].item(), last.wait()[3].item(), *shared.wait().flatten().tolist()]
 
@@ -117,8 +117,8 @@ def test_many_reductions_beside_the_program_and_one_in_it_keep_their_order() -> 
 
 
 def test_a_lost_peer_is_named_by_wait_with_the_step_of_issue() -> None:
-    def program(place: RankContext) -> str:
-        group = place.group
+    def program(context: RankContext) -> str:
+        group = context.group
         group.step = "step 7"
         all_reduce(torch.ones(10), group, async_op=True).wait()
         if group.rank == 1:
@@ -135,8 +135,8 @@ def test_a_lost_peer_is_named_by_wait_with_the_step_of_issue() -> None:
 
 
 def test_parameters_made_in_inference_mode_are_reduced_beside_the_program() -> None:
-    def program(place: RankContext) -> float:
+    def program(context: RankContext) -> float:
         with torch.inference_mode():
-            return all_reduce(torch.ones(4), place.group, async_op=True).wait().sum().item()
+            return all_reduce(torch.ones(4), context.group, async_op=True).wait().sum().item()
 
     assert on_ranks(2, program) == [8.0, 8.0]

@@ -24,8 +24,8 @@ def test_a_partition_has_every_rank_once_and_one_order() -> None:
 
 
 def test_processes_of_one_machine_share_their_host_and_finding_out_counts_for_nothing() -> None:
-    def program(place: RankContext) -> tuple[object, int, bool]:
-        found = measured(place.group, place.group.hosts)
-        return found.value, found.sent, place.group.hosts() is found.value
+    def program(context: RankContext) -> tuple[object, int, bool]:
+        found = measured(context.group, context.group.hosts)
+        return found.value, found.sent, context.group.hosts() is found.value
 
     assert on_ranks(3, program) == [(((0, 1, 2),), 0, True)] * 3

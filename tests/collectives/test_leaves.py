@@ -39,8 +39,8 @@ def same(found: dict[str, Leaf], wanted: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("least", [None, 1])
 def test_all_arrive_whole_however_small_the_pieces_are(least: int | None) -> None:
-    def program(place: RankContext) -> list[Any]:
-        group = place.group
+    def program(context: RankContext) -> list[Any]:
+        group = context.group
         tensor_transfer.PIECE = 40
         shelf = SpillStore(least=least)
         sent = group.meter.counters.bytes_sent

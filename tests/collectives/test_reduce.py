@@ -26,11 +26,11 @@ def test_the_root_has_the_sum_and_the_others_keep_theirs(
     roots = [data.draw(st.integers(0, ranks - 1)) for _ in lengths]
     cases = [(name, n, root) for name in ALGORITHMS for n, root in zip(lengths, roots, strict=True)]
 
-    def program(place: RankContext) -> list[Measured]:
+    def program(context: RankContext) -> list[Measured]:
         def call(name: str, n: int, root: int) -> Tensor:
-            return reduce(values(n, place.group.rank, torch.int64), place.group, root, name)  # type: ignore[call-overload, no-any-return]
+            return reduce(values(n, context.group.rank, torch.int64), context.group, root, name)  # type: ignore[call-overload, no-any-return]
 
-        return [measured(place.group, lambda c=case: call(*c)) for case in cases]  # type: ignore[misc]
+        return [measured(context.group, lambda c=case: call(*c)) for case in cases]  # type: ignore[misc]
 
     per_rank = on_ranks(ranks, program)
     for position, (name, n, root) in enumerate(cases):
@@ -44,10 +44,10 @@ def test_the_root_has_the_sum_and_the_others_keep_theirs(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_an_average_changes_nobody_but_the_root(dtype: torch.dtype) -> None:
-    def program(place: RankContext) -> list[list[float]]:
-        mine = torch.full((3,), float(place.group.rank), dtype=dtype)
+    def program(context: RankContext) -> list[list[float]]:
+        mine = torch.full((3,), float(context.group.rank), dtype=dtype)
         return [
-            reduce(mine.clone(), place.group, 1, name, "avg").tolist()
+            reduce(mine.clone(), context.group, 1, name, "avg").tolist()
             for name in ("tree", "linear")
         ]  # type: ignore[call-overload]
 

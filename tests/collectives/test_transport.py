@@ -25,11 +25,11 @@ def test_a_single_rank_has_a_transport_that_carries_nothing() -> None:
 
 
 def test_over_torch_the_answer_is_no_to_all_but_messages() -> None:
-    def program(place: RankContext) -> list[Any]:
-        carrier = place.group.transport
-        peer = 1 - place.group.rank
+    def program(context: RankContext) -> list[Any]:
+        carrier = context.group.transport
+        peer = 1 - context.group.rank
         into = torch.zeros(3)
-        posted = carrier.post(torch.full((3,), float(place.group.rank)), peer)
+        posted = carrier.post(torch.full((3,), float(context.group.rank)), peer)
         carrier.fetch(into, peer)
         assert posted is not None
         posted.wait()
@@ -48,12 +48,12 @@ def test_over_torch_the_answer_is_no_to_all_but_messages() -> None:
 
 
 def test_a_process_group_of_our_own_brings_its_transport_along() -> None:
-    def program(place: RankContext) -> list[bool]:
+    def program(context: RankContext) -> list[bool]:
         made = dist.new_group(backend="dure")
         carrier = Group(made).transport
         answers = [
             carrier is own_transport(made),
-            own_transport(place.group.process_group) is None,
+            own_transport(context.group.process_group) is None,
             carrier.begins_reductions,
             carrier.averages(torch.device("cpu")),
             not carrier.apart,
@@ -65,9 +65,9 @@ def test_a_process_group_of_our_own_brings_its_transport_along() -> None:
 
 
 def test_places_in_a_group_of_some_ranks_are_its_own() -> None:
-    def program(place: RankContext) -> float | None:
+    def program(context: RankContext) -> float | None:
         made = dist.new_group([1, 2], backend="dure")
-        if place.group.rank == 0:
+        if context.group.rank == 0:
             return None
         group = Group(made)
         into = torch.zeros(1)

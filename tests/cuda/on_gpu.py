@@ -24,9 +24,10 @@ BACKENDS: list[Any] = ["gloo", "dure"]
 def on_ranks(ranks: int, program: Callable[[RankContext], Any], backend: Any) -> list[Any]:
     """What `program` returns on every rank, in order of rank."""
 
-    def gathered(place: RankContext) -> list[Any]:
+    def gathered(context: RankContext) -> list[Any]:
         return [
-            pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
+            pickle.loads(part)
+            for part in context.group.gather_bytes(pickle.dumps(program(context)))
         ]
 
     result: list[Any] = dure.Processes(ranks, deadline=30, backend=backend).run(

@@ -47,13 +47,13 @@ def told(tensor: Tensor | None) -> Any:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_all_reduce_sums_on_the_gpu_as_on_the_cpu(ranks: int, backend: Any) -> None:
-    def program(place: RankContext) -> list[Any]:
+    def program(context: RankContext) -> list[Any]:
         found = []
         for algorithm in OTHERS:
             for dtype in DTYPES:
-                mine = numbers(place.group.rank, dtype)
-                found.append(told(all_reduce(mine.clone().to(GPU), place.group, algorithm)))
-                found.append(told(all_reduce(mine.clone(), place.group, algorithm)))
+                mine = numbers(context.group.rank, dtype)
+                found.append(told(all_reduce(mine.clone().to(GPU), context.group, algorithm)))
+                found.append(told(all_reduce(mine.clone(), context.group, algorithm)))
         return found
 
     for found in on_ranks(ranks, program, backend):
@@ -78,14 +78,14 @@ def test_every_collective_carries_tensors_of_the_gpu(backend: Any) -> None:
         lambda one, group: all_reduce(one, group, op="avg"),
     ]
 
-    def program(place: RankContext) -> list[Any]:
+    def program(context: RankContext) -> list[Any]:
         found = []
         for number, call in enumerate(calls):
-            mine = numbers(place.group.rank, torch.float64)
-            there = told(call(mine.clone().to(GPU), place.group))
-            here = told(call(mine.clone(), place.group))
+            mine = numbers(context.group.rank, torch.float64)
+            there = told(call(mine.clone().to(GPU), context.group))
+            here = told(call(mine.clone(), context.group))
             # Whatever a reduction leaves on others than its root is nobody's affair.
-            if number == 4 and place.group.rank != 1:
+            if number == 4 and context.group.rank != 1:
                 there = here = ("cuda", [])
             found.append((there, here))
         return found
@@ -101,17 +101,17 @@ def test_every_collective_carries_tensors_of_the_gpu(backend: Any) -> None:
 
 
 def test_dures_own_backend_refuses_them_by_name_where_it_alone_would_carry_them() -> None:
-    def program(place: RankContext) -> list[str]:
+    def program(context: RankContext) -> list[str]:
         said = []
-        one = numbers(place.group.rank, torch.float64).to(GPU)
+        one = numbers(context.group.rank, torch.float64).to(GPU)
         native = [
-            lambda: all_reduce(one, place.group, "native"),
-            lambda: all_reduce(one, place.group.process_group, "native"),
-            lambda: broadcast(one, place.group, algorithm="native"),
-            lambda: all_gather(one, place.group, "native"),
-            lambda: reduce_scatter(one, place.group, "native"),
-            lambda: reduce(one, place.group, algorithm="native"),
-            lambda: all_to_all(one[:12], place.group, "native"),
+            lambda: all_reduce(one, context.group, "native"),
+            lambda: all_reduce(one, context.group.process_group, "native"),
+            lambda: broadcast(one, context.group, algorithm="native"),
+            lambda: all_gather(one, context.group, "native"),
+            lambda: reduce_scatter(one, context.group, "native"),
+            lambda: reduce(one, context.group, algorithm="native"),
+            lambda: all_to_all(one[:12], context.group, "native"),
         ]
         for call in native:
             try:
@@ -138,10 +138,10 @@ NATIVE: dict[str, Callable[[Tensor, Any], Tensor | None]] = {
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_gloos_own_collectives_are_right_on_a_gpu(name: str) -> None:
-    def program(place: RankContext) -> tuple[Any, Any]:
-        mine = numbers(place.group.rank, torch.float64)
-        return told(NATIVE[name](mine.clone().to(GPU), place.group)), told(
-            NATIVE[name](mine, place.group)
+    def program(context: RankContext) -> tuple[Any, Any]:
+        mine = numbers(context.group.rank, torch.float64)
+        return told(NATIVE[name](mine.clone().to(GPU), context.group)), told(
+            NATIVE[name](mine, context.group)
         )
 
     for there, here in on_ranks(2, program, "gloo"):
@@ -150,8 +150,8 @@ def test_gloos_own_collectives_are_right_on_a_gpu(name: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_messages_of_a_group_pass_through_the_cpu(backend: Any) -> None:
-    def program(place: RankContext) -> list[Any]:
-        group = place.group
+    def program(context: RankContext) -> list[Any]:
+        group = context.group
         other = 1 - group.rank
         mine = torch.full((5,), float(group.rank + 1), device=GPU)
         into = torch.zeros(5, device=GPU)
@@ -169,11 +169,11 @@ def test_messages_of_a_group_pass_through_the_cpu(backend: Any) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensors_of_both_memories_are_broadcast_in_one_message(backend: Any) -> None:
-    def program(place: RankContext) -> list[Any]:
-        rank = float(place.group.rank)
+    def program(context: RankContext) -> list[Any]:
+        rank = float(context.group.rank)
         here = torch.full((3,), rank)
         there = torch.full((2, 2), rank + 5, dtype=torch.float64, device=GPU).t()
-        place.group.broadcast_values([here, there], root=1)
+        context.group.broadcast_values([here, there], root=1)
         return [told(here), told(there)]
 
     for found in on_ranks(2, program, backend):

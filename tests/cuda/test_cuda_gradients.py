@@ -40,9 +40,9 @@ def batches(count: int = 4) -> list[Batch]:
     ]
 
 
-def part(batch: Batch, place: RankContext) -> Batch:
+def part(batch: Batch, context: RankContext) -> Batch:
     """This rank's, on the GPU."""
-    inputs, targets = (each.tensor_split(place.group.size)[place.group.rank] for each in batch)
+    inputs, targets = (each.tensor_split(context.group.size)[context.group.rank] for each in batch)
     return inputs.to(GPU), targets.to(GPU)
 
 
@@ -73,18 +73,18 @@ def alone(make: Callable[[nn.Module], torch.optim.Optimizer] = sgd) -> Tensor:
 def test_gradients_are_averaged_on_a_gpu(overlap: Any, backend: Any) -> None:
     algorithms: list[Any] = ["ring", "tree", "auto", *(["native"] if backend == "gloo" else [])]
 
-    def program(place: RankContext) -> list[tuple[Tensor, str]]:
+    def program(context: RankContext) -> list[tuple[Tensor, str]]:
         found = []
         for algorithm in algorithms:
             for size in (None, 700):
                 model = DistributedDataParallel(
                     made().to(GPU),
-                    place.group,
+                    context.group,
                     all_reduce=algorithm,
                     overlap=overlap,
                     bucket_bytes=size,
                 )
-                steps(model, sgd(model), [part(batch, place) for batch in batches()])
+                steps(model, sgd(model), [part(batch, context) for batch in batches()])
                 found.append((vector(model), next(model.parameters()).device.type))
         return found
 
@@ -96,12 +96,12 @@ def test_gradients_are_averaged_on_a_gpu(overlap: Any, backend: Any) -> None:
 
 
 def test_the_default_is_refused_by_name_where_the_backend_carries_no_tensors_of_a_gpu() -> None:
-    def program(place: RankContext) -> list[str]:
+    def program(context: RankContext) -> list[str]:
         said = []
         model = made().to(GPU)
         for make in (
-            lambda: DistributedDataParallel(model, place.group),
-            lambda: ZeroRedundancy(model, sgd(model), process_group=place.group),
+            lambda: DistributedDataParallel(model, context.group),
+            lambda: ZeroRedundancy(model, sgd(model), process_group=context.group),
         ):
             try:
                 make()
@@ -119,11 +119,11 @@ def test_the_default_is_refused_by_name_where_the_backend_carries_no_tensors_of_
     "name", ["cast:bfloat16", "top-k:0.2", "qsgd:4", "one-bit", "sign", "power-sgd:2"]
 )
 def test_what_is_compressed_on_a_gpu_is_the_same_on_all_ranks(name: str, backend: Any) -> None:
-    def program(place: RankContext) -> Tensor:
+    def program(context: RankContext) -> Tensor:
         model = DistributedDataParallel(
-            made().to(GPU), place.group, all_reduce="ring", compression=compression.parse(name)
+            made().to(GPU), context.group, all_reduce="ring", compression=compression.parse(name)
         )
-        steps(model, sgd(model), [part(batch, place) for batch in batches()])
+        steps(model, sgd(model), [part(batch, context) for batch in batches()])
         return vector(model)
 
     first, second = on_ranks(2, program, backend)
@@ -146,19 +146,19 @@ def test_zero_divides_a_model_on_a_gpu(
 ) -> None:
     adam = partial(torch.optim.AdamW, lr=0.01)
 
-    def program(place: RankContext) -> Tensor:
+    def program(context: RankContext) -> Tensor:
         model = made().to(GPU)
         optimizer = adam(model.parameters())
         zero = ZeroRedundancy(
             model,
             optimizer,
-            process_group=place.group,
+            process_group=context.group,
             stage=stage,
             units=60,
             algorithm=algorithm,
             prefetch=prefetch,
         )
-        steps(model, optimizer, [part(batch, place) for batch in batches()])
+        steps(model, optimizer, [part(batch, context) for batch in batches()])
         weights = zero.state_dict(everywhere=True)
         return torch.cat([one.cpu().reshape(-1) for one in weights.values()])
 
@@ -169,13 +169,13 @@ def test_zero_divides_a_model_on_a_gpu(
 
 @pytest.mark.parametrize(("backend", "algorithm"), [("gloo", "native"), ("dure", "ring")])
 def test_zero_in_bfloat16_has_one_model_on_all_ranks(backend: Any, algorithm: Any) -> None:
-    def program(place: RankContext) -> Tensor:
+    def program(context: RankContext) -> Tensor:
         model = made().to(GPU).float()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         zero = ZeroRedundancy(
-            model, optimizer, process_group=place.group, precision="bf16", algorithm=algorithm
+            model, optimizer, process_group=context.group, precision="bf16", algorithm=algorithm
         )
-        shares = [part(batch, place) for batch in batches()]
+        shares = [part(batch, context) for batch in batches()]
         steps(model, optimizer, [(inputs.float(), targets) for inputs, targets in shares])
         weights = zero.state_dict(everywhere=True)
         return torch.cat([one.cpu().double().reshape(-1) for one in weights.values()])
@@ -188,12 +188,12 @@ def test_zero_in_bfloat16_has_one_model_on_all_ranks(backend: Any, algorithm: An
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_batch_norm_follows_rank_0_on_a_gpu(backend: Any) -> None:
-    def program(place: RankContext) -> Tensor:
+    def program(context: RankContext) -> Tensor:
         torch.manual_seed(1)
         layers = [nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)]
         module = nn.Sequential(*layers).double().to(GPU)
-        model = DistributedDataParallel(module, place.group, all_reduce="ring")
-        steps(model, sgd(model), [part(batch, place) for batch in batches()])
+        model = DistributedDataParallel(module, context.group, all_reduce="ring")
+        steps(model, sgd(model), [part(batch, context) for batch in batches()])
         return torch.cat([one.cpu().double().reshape(-1) for one in model.state_dict().values()])
 
     first, second = on_ranks(2, program, backend)

@@ -344,8 +344,8 @@ def test_a_run_goes_on_with_the_frozen_weights_of_its_checkpoint(tmp_path: Path)
 
 
 def test_a_checkpoint_that_has_frozen_parameters_is_refused_by_name() -> None:
-    def program(place: RankContext) -> None:
-        server = dure.FedAvg(clients=3).learner(small_task(model=frozen), place, 0)
+    def program(context: RankContext) -> None:
+        server = dure.FedAvg(clients=3).learner(small_task(model=frozen), context, 0)
         assert isinstance(server, FederatedServer)
         state = server.state()
         server.restore(server.weights(), state)

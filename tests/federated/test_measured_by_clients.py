@@ -55,7 +55,7 @@ def learner(
     strategy: Federated, task: dure.Task, **conditions: Any
 ) -> tuple[FederatedServer, FederatedClients]:
     world = dure.Simulated(engine="loop", **conditions)
-    place = RankContext(Group(), kind="clients", conditions=world)
+    context = RankContext(Group(), kind="clients", conditions=world)
     made = []
 
     def carrier(clients: Any, seed: int) -> Any:
@@ -64,8 +64,8 @@ def learner(
         made.append(clients)
         return FederationSimulation(world, clients, seed)
 
-    place.carrier = carrier
-    server = strategy.learner(task, place, 0)
+    context.carrier = carrier
+    server = strategy.learner(task, context, 0)
     assert isinstance(server, FederatedServer)
     return server, made[0]
 

@@ -224,9 +224,9 @@ def test_in_two_processes_a_federation_has_the_bits_of_the_simulation(
     )
     with federation(name, elsewhere) as pipe:
 
-        def program(place: RankContext) -> None:
+        def program(context: RankContext) -> None:
             task = task_of()
-            server = build_server(strategy, task, seeded_model(task, 0), place, pipe, 0)
+            server = build_server(strategy, task, seeded_model(task, 0), context, pipe, 0)
             assert isinstance(server, FederatedServer)
             losses = [server.advance(0).loss for _ in range(ROUNDS)]
             assert losses == [step.loss for step in run.history.steps]
@@ -245,14 +245,14 @@ def test_a_server_that_is_started_again_goes_on_while_its_clients_have_lived_on(
     run = dure.train(task_of(), strategy, dure.Simulated(engine="loop"), dure.Stop(rounds=ROUNDS))
     with federation(name, elsewhere) as pipe:
 
-        def program(place: RankContext) -> None:
+        def program(context: RankContext) -> None:
             task = task_of()
-            first = build_server(strategy, task, seeded_model(task, 0), place, pipe, 0)
+            first = build_server(strategy, task, seeded_model(task, 0), context, pipe, 0)
             for _ in range(ROUNDS // 2):
                 first.advance(0)
             contents = pack_checkpoint(first.weights(), first.state())
             weights, state = unpacked(tuple(map(bytes, contents)))
-            again = build_server(strategy, task, seeded_model(task, 0), place, pipe, 0)
+            again = build_server(strategy, task, seeded_model(task, 0), context, pipe, 0)
             again.restore(weights, state)
             for _ in range(ROUNDS - ROUNDS // 2):
                 again.advance(0)

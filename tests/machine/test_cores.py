@@ -75,8 +75,8 @@ def test_the_limits_of_every_group_around_the_process_count(
 
 def test_one_process_has_no_more_threads_than_its_quota_has_cores(groups: Path) -> None:
     torch.set_num_threads(3)
-    seen = dure.Processes(1).run(lambda place: torch.get_num_threads(), print)
+    seen = dure.Processes(1).run(lambda context: torch.get_num_threads(), print)
     assert seen == 3, "without a quota the number is the user's"
     limit(groups, "200000", 100_000)
-    assert dure.Processes(1).run(lambda place: torch.get_num_threads(), print) == 2
+    assert dure.Processes(1).run(lambda context: torch.get_num_threads(), print) == 2
     assert torch.get_num_threads() == 3

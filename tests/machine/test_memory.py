@@ -138,7 +138,7 @@ def test_large_tensors_of_ranks_ask_for_huge_pages_unless_the_user_does_not() ->
 def test_ranks_heed_what_their_parent_has_set_since_the_fork_server_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def blocks(place: RankContext) -> int:
+    def blocks(context: RankContext) -> int:
         return len(dure.machine.memory._wanted)
 
     for name in dure.machine.memory._OWN:

@@ -66,16 +66,16 @@ TASK = dure.Task(
 )
 
 
-def on_both_ways(place: RankContext) -> dict[str, list[tuple[str, float]]]:
+def on_both_ways(context: RankContext) -> dict[str, list[tuple[str, float]]]:
     """For each system: digests of the weights after two steps, made in memory and in files; and how
     many files were left when the learner was made, on any rank."""
     found: dict[str, list[tuple[str, float]]] = {}
     for name, strategy in SYSTEMS.items():
         found[name] = []
         for divided in (False, True):
-            place.prepared = RunModel(TASK, 0, None, divided=divided).take
-            learner = strategy.learner(TASK, place, 0)
-            left = place.group.all_gather_values([float(len(mapping._segments))])
+            context.prepared = RunModel(TASK, 0, None, divided=divided).take
+            learner = strategy.learner(TASK, context, 0)
+            left = context.group.all_gather_values([float(len(mapping._segments))])
             for _ in range(2):
                 learner.advance(0)
             digest = hashlib.sha256()

@@ -29,9 +29,10 @@ def on_ranks(
 ) -> list[Any]:
     """What `program` returns on every rank, in order of rank."""
 
-    def gathered(place: RankContext) -> list[Any]:
+    def gathered(context: RankContext) -> list[Any]:
         return [
-            pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
+            pickle.loads(part)
+            for part in context.group.gather_bytes(pickle.dumps(program(context)))
         ]
 
     result: list[Any] = dure.Processes(ranks, deadline=deadline, backend=backend).run(
@@ -65,9 +66,9 @@ def batches(count: int, examples: int) -> list[Batch]:
     ]
 
 
-def part(batch: Batch, place: RankContext) -> Batch:
+def part(batch: Batch, context: RankContext) -> Batch:
     """This rank's."""
-    inputs, targets = (each.tensor_split(place.group.size)[place.group.rank] for each in batch)
+    inputs, targets = (each.tensor_split(context.group.size)[context.group.rank] for each in batch)
     return inputs, targets
 
 
@@ -101,7 +102,7 @@ def distance(one: nn.Module, other: nn.Module) -> float:
 
 
 def both(
-    place: RankContext,
+    context: RankContext,
     make: Callable[[], nn.Module] = network,
     steps: int = 4,
     loss: Callable[[nn.Module, Batch], Tensor] | None = None,
@@ -111,9 +112,9 @@ def both(
     """How far the ranks' model is from one process's after the same batches, and the bits of this
     rank's."""
     alone = make()
-    model = DistributedDataParallel(copy.deepcopy(alone), place.group, **options)
-    joint = batches(steps, 4 * place.group.size)
+    model = DistributedDataParallel(copy.deepcopy(alone), context.group, **options)
+    joint = batches(steps, 4 * context.group.size)
     more = {} if loss is None else {"loss": loss}
     train(alone, joint, clip=clip, **more)
-    train(model, [part(batch, place) for batch in joint], clip=clip, **more)
+    train(model, [part(batch, context) for batch in joint], clip=clip, **more)
     return distance(model.module, alone), vector(model.module).numpy().tobytes()

@@ -88,14 +88,14 @@ def test_threads_that_share_their_weights_refuse_every_change(change: Change) ->
 
 @pytest.mark.parametrize("static", [False, True])
 def test_a_rank_that_alone_changes_its_weights_is_found(static: bool) -> None:
-    def program(place: RankContext) -> str:
-        model = DistributedDataParallel(network(), place.group, static_graph=static)
+    def program(context: RankContext) -> str:
+        model = DistributedDataParallel(network(), context.group, static_graph=static)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number, batch in enumerate(batches(4, 6)):
-            if number == 2 and place.group.rank == 1:
+            if number == 2 and context.group.rank == 1:
                 with torch.no_grad():
                     model.module[2].bias.clamp_(max=0.01)  # type: ignore[index,union-attr]
-            inputs, targets = part(batch, place)
+            inputs, targets = part(batch, context)
             try:
                 F.cross_entropy(model(inputs), targets).backward()
             except ValueError as error:

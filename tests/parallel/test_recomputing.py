@@ -79,8 +79,8 @@ def task(model: type[nn.Module] = Chain, **changes: Any) -> dure.Task:
     return dure.Task(model, F.cross_entropy, (inputs, targets), **settings)
 
 
-def trained(strategy: Strategy, place: RankContext, steps: int = 3) -> dict[str, Tensor]:
-    learner = strategy.learner(task(), place, seed=5)
+def trained(strategy: Strategy, context: RankContext, steps: int = 3) -> dict[str, Tensor]:
+    learner = strategy.learner(task(), context, seed=5)
     for _ in range(steps):
         learner.advance(0)
     return {name: value.clone() for name, value in learner.weights().items()}
@@ -106,11 +106,11 @@ PAIRS: dict[str, tuple[Strategy, Strategy]] = {
 }
 
 
-def _compared(place: RankContext) -> dict[str, bool]:
+def _compared(context: RankContext) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for name, (without, with_it) in PAIRS.items():
-        right = trained(without, place)
-        tried = trained(with_it, place)
+        right = trained(without, context)
+        tried = trained(with_it, context)
         found[name] = right.keys() == tried.keys() and all(
             torch.equal(right[each], tried[each]) for each in right
         )

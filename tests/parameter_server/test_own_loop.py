@@ -40,13 +40,13 @@ def on_ranks(ranks: int, program: Callable[[RankContext], Any]) -> list[Any]:
     """What `program` returns on every rank; None for those that were killed."""
     with tempfile.TemporaryDirectory() as folder:
 
-        def telling(place: RankContext) -> None:
-            place.survives_peer_loss()
+        def telling(context: RankContext) -> None:
+            context.survives_peer_loss()
             try:
-                told = program(place)
+                told = program(context)
             except Exception as error:
                 told = repr(error)
-            Path(folder, str(place.group.rank)).write_bytes(pickle.dumps(told))
+            Path(folder, str(context.group.rank)).write_bytes(pickle.dumps(told))
 
         dure.Processes(ranks, deadline=20).run(telling, lambda event: None)
         files = [Path(folder, str(rank)) for rank in range(ranks)]
@@ -96,11 +96,11 @@ def a_step(worker: ps.Worker, model: nn.Module, optimizer: torch.optim.Optimizer
     worker.push(weight=len(targets))
 
 
-def synchronous(place: RankContext) -> Any:
+def synchronous(context: RankContext) -> Any:
     # Other weights on each rank: rank 0's are those with which all begin.
-    model = model_of(seed=1 + place.group.rank)
+    model = model_of(seed=1 + context.group.rank)
     optimizer = SGD(model.parameters())
-    worker = ps.join(model, optimizer, servers=2, process_group=place.group)
+    worker = ps.join(model, optimizer, servers=2, process_group=context.group)
     if worker is None:
         return weights(model)
     with worker:
@@ -127,7 +127,7 @@ def halved(step: int) -> float:
     return float(0.5**step)
 
 
-def alone(place: RankContext) -> Any:
+def alone(context: RankContext) -> Any:
     model = model_of()
     model.register_buffer("seen", torch.zeros(2, dtype=torch.complex64))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -137,7 +137,7 @@ def alone(place: RankContext) -> Any:
         servers=2,
         staleness=None,
         lr_schedule=halved,
-        process_group=place.group,
+        process_group=context.group,
     )
     if worker is None:
         return weights(model), model.seen, []
@@ -187,14 +187,14 @@ def test_one_worker_has_the_bits_of_its_loop_without_servers_and_wrong_calls_cha
         assert re.search(text, said), said
 
 
-def with_deaths(place: RankContext) -> Any:
+def with_deaths(context: RankContext) -> Any:
     """Worker 2 is killed before its fourth push, server 0 later; worker 1 leaves after four."""
-    pids = [int(pid) for (pid,) in place.group.all_gather_values([float(os.getpid())])]
+    pids = [int(pid) for (pid,) in context.group.all_gather_values([float(os.getpid())])]
     model = model_of()
     optimizer = SGD(model.parameters())
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        worker = ps.join(model, optimizer, servers=2, replicas=1, process_group=place.group)
+        worker = ps.join(model, optimizer, servers=2, replicas=1, process_group=context.group)
     if worker is None:
         return weights(model), [str(one.message) for one in told]
     with worker:
@@ -221,12 +221,12 @@ def test_the_others_go_on_when_one_is_killed_or_leaves_and_when_a_server_with_a_
     assert "server 0, rank 1, is lost" in told[1]
 
 
-def with_an_error(place: RankContext) -> Any:
+def with_an_error(context: RankContext) -> Any:
     model = model_of()
     optimizer = SGD(model.parameters())
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        worker = ps.join(model, optimizer, staleness=1, process_group=place.group)
+        worker = ps.join(model, optimizer, staleness=1, process_group=context.group)
     if worker is None:
         return [str(one.message) for one in told]
     try:
@@ -251,11 +251,11 @@ def test_the_others_go_on_when_a_loop_ends_with_an_error() -> None:
     assert failed == "failed"
 
 
-def waiting(folder: Path, place: RankContext) -> Any:
+def waiting(folder: Path, context: RankContext) -> Any:
     model = model_of()
     optimizer = SGD(model.parameters())
     try:
-        worker = ps.join(model, optimizer, staleness=1, process_group=place.group, deadline=2.0)
+        worker = ps.join(model, optimizer, staleness=1, process_group=context.group, deadline=2.0)
         assert worker is not None
         with worker:
             while True:
@@ -278,13 +278,13 @@ def test_who_waits_too_long_for_another_ends_the_run_and_names_it(tmp_path: Path
         assert text == "rank 3 made no step for 2 s, during the pull of worker 0 of step 4"
 
 
-def without_a_leader(place: RankContext) -> Any:
-    (leader,) = place.group.all_gather_values([float(os.getpid())])[0]
+def without_a_leader(context: RankContext) -> Any:
+    (leader,) = context.group.all_gather_values([float(os.getpid())])[0]
     model = model_of()
     optimizer = SGD(model.parameters())
     user_loop_worker.VERDICT_SECONDS = 1.0
     try:
-        worker = ps.join(model, optimizer, process_group=place.group, deadline=1.0)
+        worker = ps.join(model, optimizer, process_group=context.group, deadline=1.0)
         assert worker is not None
         with worker:
             os.kill(int(leader), signal.SIGSTOP)
@@ -303,12 +303,12 @@ def test_a_leader_that_falls_silent_is_named() -> None:
     assert re.match(r"rank 0 said nothing for \d+ s, during the pull of step \d+", text)
 
 
-def without_a_copy(place: RankContext) -> Any:
-    pids = [int(pid) for (pid,) in place.group.all_gather_values([float(os.getpid())])]
+def without_a_copy(context: RankContext) -> Any:
+    pids = [int(pid) for (pid,) in context.group.all_gather_values([float(os.getpid())])]
     model = model_of()
     optimizer = SGD(model.parameters())
     try:
-        worker = ps.join(model, optimizer, servers=2, process_group=place.group)
+        worker = ps.join(model, optimizer, servers=2, process_group=context.group)
         assert worker is not None
         worker.pull()
         os.kill(pids[2], signal.SIGKILL)
@@ -340,8 +340,8 @@ def scheduled(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def refusals(place: RankContext) -> list[str]:
-    rank = place.group.rank
+def refusals(context: RankContext) -> list[str]:
+    rank = context.group.rank
     found = []
 
     def refused(
@@ -350,7 +350,7 @@ def refusals(place: RankContext) -> list[str]:
         **settings: Any,
     ) -> None:
         with pytest.raises(ValueError, match=r"\w+") as raised:
-            ps.join(model, make(model), process_group=place.group, **settings)
+            ps.join(model, make(model), process_group=context.group, **settings)
         found.append(str(raised.value))
 
     refused(model_of(), servers=2)

@@ -38,9 +38,11 @@ TOKEN = b"a token of this job"
 class Listening(threading.Thread):
     """Has a port listen until it is closed; what it hears."""
 
-    def __init__(self, port: Endpoint, answer: Callable[[str, Any], Any] = lambda who, what: None):
+    def __init__(
+        self, endpoint: Endpoint, answer: Callable[[str, Any], Any] = lambda who, what: None
+    ):
         super().__init__(daemon=True)
-        self.port = port
+        self.port = endpoint
         self.answer = answer
         self.heard: list[Any] = []
         self.over = False
@@ -81,11 +83,11 @@ def soon(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def heard(port: Endpoint) -> Any:
+def heard(endpoint: Endpoint) -> Any:
     """The next that a port hears."""
     until = time.monotonic() + 30
     while time.monotonic() < until:
-        for _, said in port.hear(0.1):
+        for _, said in endpoint.hear(0.1):
             return said
     raise AssertionError("nothing came")
 

@@ -71,11 +71,11 @@ def status_served(folder: Path) -> Iterator[Any]:
         status = Status(
             about={},
             watching=watching,
-            desk=ClientOutbox(clock.now),
+            outbox=ClientOutbox(clock.now),
             access=AccessControl(register, "open"),
             journal=journal,
             clock=clock,
-            differs=lambda seat: [],
+            differs=lambda session: [],
             token=load_or_create_token(folder),
             page=LivePage([folder], load_or_create_token(folder), "It is there."),
         )

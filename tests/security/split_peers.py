@@ -272,7 +272,7 @@ def served(
     plan = strategy.of(made).plan
     cut = begun_anew(strategy, task)
     told: list[str] = []
-    place = RankContext(
+    context = RankContext(
         Group(),
         folder=folder,
         prepared=lambda: cut.cut.model,
@@ -292,7 +292,7 @@ def served(
     made_by = server_setup.TracedDividedModel
     server_setup.TracedDividedModel = lambda *_: cut  # type: ignore[assignment,misc]
     try:
-        learner = ServedSplitLearner(made, place, 0, plan, connect)
+        learner = ServedSplitLearner(made, context, 0, plan, connect)
     finally:
         server_setup.TracedDividedModel = made_by  # type: ignore[misc]
     prepare(channels)

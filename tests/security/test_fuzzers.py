@@ -53,7 +53,7 @@ def federation(folder: Path) -> Iterator[tuple[st.SearchStrategy[Any], Try]]:
             assert status < 500
             if status >= 400 or status == 0:
                 assert target.state() == before
-            assert max(target.sizes()["seats"], target.sizes()["reserved"]) <= PLACES
+            assert max(target.sizes()["sessions"], target.sizes()["reserved"]) <= PLACES
 
         yield plans(), attempt
 

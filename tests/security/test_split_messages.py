@@ -285,8 +285,8 @@ def dropped_out(system: str, make: Callable[[], dure.Task] = task) -> Any:
         patch.setattr(AvailabilityTracker, "_draw", draw)
         patch.setattr(AvailabilityTracker, "_next", following)
         made = make()
-        place = RankContext(Group(), conditions=Conditions(drop_out=1e-9))
-        learner = SimulatedSplitLearner(made, place, 0, strategy.of(made).plan)
+        context = RankContext(Group(), conditions=Conditions(drop_out=1e-9))
+        learner = SimulatedSplitLearner(made, context, 0, strategy.of(made).plan)
         losses = [learner.advance(0).loss for _ in range(ROUNDS)]
     heads = {
         number: learner._known(learner.clients[number]).own.weights

@@ -172,8 +172,8 @@ def learner(
         assert hosted.clients == len(wire.parties)
         return wire
 
-    place = RankContext(Group(), kind="clients", folder=run)
-    return ServedVerticalLearner(own or task(), place, 0, wire.strategy.plan, connect)
+    context = RankContext(Group(), kind="clients", folder=run)
+    return ServedVerticalLearner(own or task(), context, 0, wire.strategy.plan, connect)
 
 
 def trained(one: ServedVerticalLearner, wire: Wire, until: int = STEPS) -> tuple[Any, ...]:

@@ -78,7 +78,7 @@ def test_a_set_that_nobody_meets_is_named(launch: Callable[..., None]) -> None:
         taken.bind(("127.0.0.1", 0))
         launch({**WHOLE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])})
         with pytest.raises(DureError, match=r"RANK=1, WORLD_SIZE=2.*unset RANK") as caught:
-            dure.Torchrun(deadline=1).run(lambda place: None, print)
+            dure.Torchrun(deadline=1).run(lambda context: None, print)
     assert "\n" not in str(caught.value)
     assert "did not meet within 1 s" in str(caught.value)
     assert os.environ["RANK"] == "1"

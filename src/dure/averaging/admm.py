@@ -148,8 +148,8 @@ class ADMM(Strategy):
         if self.local_steps is not None and self.local_steps < 1:
             raise ValueError(f"local_steps is {self.local_steps}, but it has to be 1 or more")
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        return ADMMLearner(task, place, seed, self)
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
+        return ADMMLearner(task, context, seed, self)
 
 
 class ADMMLearner(Learner):
@@ -159,11 +159,11 @@ class ADMMLearner(Learner):
     rank_state_differs = True
     units_per_epoch = 1
 
-    def __init__(self, task: Task, place: RankContext, seed: int, strategy: ADMM) -> None:
+    def __init__(self, task: Task, context: RankContext, seed: int, strategy: ADMM) -> None:
         self.task = task
-        self.group = place.group
+        self.group = context.group
         self.strategy = strategy
-        self.replica = AveragedReplica(task, place, seed, strategy.accumulate)
+        self.replica = AveragedReplica(task, context, seed, strategy.accumulate)
         self.shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
         self.shard = self.shards[self.group.rank]
         self.consensus = unused_copy(self.replica.model, task, seed)
@@ -175,8 +175,8 @@ class ADMMLearner(Learner):
         # further numbers: |x_i - z|^2, for the residuals; and the loss's denominator, if it does
         # not follow from the number of examples
         numbers = 1 if self.losses.is_alike else 2
-        self.meeting = RoundSynchronisation(
-            self.replica, place, strategy.all_reduce, strategy.momentum, numbers=numbers
+        self.synchronisation = RoundSynchronisation(
+            self.replica, context, strategy.all_reduce, strategy.momentum, numbers=numbers
         )
         self.rho = strategy.rho
         self.where = f"rank {self.group.rank}"
@@ -217,7 +217,7 @@ class ADMMLearner(Learner):
         else:
             loss = trained.total
             numbers.append(trained.counted)
-        met = self.meeting.meet(1 / ranks, loss, control_flags, round, numbers=numbers)
+        met = self.synchronisation.meet(1 / ranks, loss, control_flags, round, numbers=numbers)
         # the bodies are now sums over the ranks
         went = self._agree()
         # Rounding may leave the difference a little below zero.
@@ -252,7 +252,7 @@ class ADMMLearner(Learner):
         moved = 0.0
         weights = self.replica.flat.buffers
         for body, x, z, u in zip(
-            self.meeting.bodies, weights, self.z.buffers, self.duals, strict=True
+            self.synchronisation.bodies, weights, self.z.buffers, self.duals, strict=True
         ):
             torch.sub(x, z, out=body)
             # abs, because parameters may be complex
@@ -267,7 +267,7 @@ class ADMMLearner(Learner):
         went = 0.0
         weights = self.replica.flat.buffers
         for body, x, z, u in zip(
-            self.meeting.bodies, weights, self.z.buffers, self.duals, strict=True
+            self.synchronisation.bodies, weights, self.z.buffers, self.duals, strict=True
         ):
             z.add_(body)
             went += float(body.abs().square().sum())
@@ -324,7 +324,7 @@ class ADMMLearner(Learner):
         self.replica.restore(weights, part)
         self.duals = list(part["duals"])
         # without compressors; the meeting records the loaded buffers
-        self.meeting.restore([])
+        self.synchronisation.restore([])
         self.round = state["round"]
         self.rho = state["rho"]
 

@@ -119,16 +119,16 @@ class DiLoCo(Strategy):
             accumulate=self.accumulate,
         )
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        return DiLoCoLearner(task, place, seed, self)
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
+        return DiLoCoLearner(task, context, seed, self)
 
 
 class DiLoCoLearner(LocalSGDLearner):
     """Local SGD with an outer optimizer, which is equal on every rank."""
 
-    def __init__(self, task: Task, place: RankContext, seed: int, strategy: DiLoCo) -> None:
+    def __init__(self, task: Task, context: RankContext, seed: int, strategy: DiLoCo) -> None:
         # Rounds of local SGD; only `move` differs.
-        super().__init__(task, place, seed, strategy.rounds())
+        super().__init__(task, context, seed, strategy.rounds())
         self.outer = strategy
         # v of the outer optimizer: computed from sums that all ranks have, so it is never sent
         self.velocity = [torch.zeros_like(common) for common in self.common]

@@ -113,8 +113,8 @@ class LocalSGD(Strategy):
         check_no_shared_memory(model)
         check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        return LocalSGDLearner(task, place, seed, self)
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
+        return LocalSGDLearner(task, context, seed, self)
 
     def steps_of_round_at(self, step: int) -> int:
         """Return the number of steps of the round that begins at `step`."""
@@ -131,11 +131,11 @@ class LocalSGDLearner(Learner):
     rank_state_differs = True
     resizes = True  # an additional rank takes the optimizer state of a rank of the checkpoint
 
-    def __init__(self, task: Task, place: RankContext, seed: int, strategy: LocalSGD) -> None:
+    def __init__(self, task: Task, context: RankContext, seed: int, strategy: LocalSGD) -> None:
         self.task = task
-        self.group = place.group
+        self.group = context.group
         self.strategy = strategy
-        self.replica = AveragedReplica(task, place, seed, strategy.accumulate)
+        self.replica = AveragedReplica(task, context, seed, strategy.accumulate)
         self.model = self.replica.model
         self.losses = self.replica.losses
         check_rank_pieces(
@@ -149,9 +149,9 @@ class LocalSGDLearner(Learner):
             drop_last=self.replica.train_examples.sampling.drop_last,
         )
         self.examples = self.batches.visited
-        self.meeting = RoundSynchronisation(
+        self.synchronisation = RoundSynchronisation(
             self.replica,
-            place,
+            context,
             strategy.all_reduce,
             strategy.momentum,
             compression=strategy.compression,
@@ -182,14 +182,14 @@ class LocalSGDLearner(Learner):
         weight = trained.counted / expected if expected else 0.0
         # into the message itself: `bodies` are views of it
         for body, mine, common in zip(
-            self.meeting.bodies, self.replica.flat.buffers, self.common, strict=True
+            self.synchronisation.bodies, self.replica.flat.buffers, self.common, strict=True
         ):
             # Differences are small numbers of similar size: their sum is more precise than a sum of
             # weights.
             torch.sub(mine, common, out=body).mul_(weight)
         # If a loss only returns its denominator when computed, the total is known after `meet`.
         counted = [trained.counted] if self.losses.is_late else []
-        met = self.meeting.meet(
+        met = self.synchronisation.meet(
             weight,
             weight * trained.loss,
             control_flags,
@@ -197,7 +197,7 @@ class LocalSGDLearner(Learner):
             numbers=counted,
             scale=lambda heard: scale_of(expected, heard[0]) if counted else 1.0,
         )
-        self.move(self.meeting.bodies)
+        self.move(self.synchronisation.bodies)
         # All ranks have added the same sums to the same weights.
         self.replica.flat.load(self.common)
         self.step = steps.stop
@@ -243,7 +243,7 @@ class LocalSGDLearner(Learner):
         """Return this rank's optimizer state and the residuals of its compressors."""
         return {
             "optimizer": self.replica.optimizer.state_dict(),
-            "compressors": self.meeting.state(),
+            "compressors": self.synchronisation.state(),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -255,7 +255,7 @@ class LocalSGDLearner(Learner):
         # The world may have grown: a new rank takes the optimizer state of an existing rank.
         part = state["parts"][self.group.rank % len(state["parts"])]
         load_optimizer(self.replica.optimizer, part["optimizer"])
-        self.meeting.restore(part["compressors"])
+        self.synchronisation.restore(part["compressors"])
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter]

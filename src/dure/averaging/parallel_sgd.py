@@ -179,8 +179,8 @@ class ParallelSGD(Strategy):
             )
         return super().cannot(part, kind)
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        return ParallelSGDLearner(task, place, seed, self)
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
+        return ParallelSGDLearner(task, context, seed, self)
 
 
 class _Told(NamedTuple):
@@ -202,11 +202,11 @@ class ParallelSGDLearner(Learner):
     rank_state_differs = True
     units_per_epoch = 1
 
-    def __init__(self, task: Task, place: RankContext, seed: int, strategy: ParallelSGD) -> None:
+    def __init__(self, task: Task, context: RankContext, seed: int, strategy: ParallelSGD) -> None:
         self.task = task
-        self.group = place.group
+        self.group = context.group
         self.strategy = strategy
-        self.replica = AveragedReplica(task, place, seed, strategy.accumulate)
+        self.replica = AveragedReplica(task, context, seed, strategy.accumulate)
         self.all_examples = self.replica.train_examples
         self.initial_shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
         self.shards = self.initial_shards
@@ -219,7 +219,7 @@ class ParallelSGDLearner(Learner):
         self._note_buffers()
         # the loss's denominator on each rank in the last pass
         self.passed = [float(shard.n) for shard in self.shards]
-        self.clock_offset = place.clock_offset
+        self.clock_offset = context.clock_offset
         self.where = f"rank {self.group.rank}"
         self.round = self.combined_at = 0
         self.counted = False

@@ -58,12 +58,12 @@ class AveragedReplica:
     Initially both are equal on every rank.
     """
 
-    def __init__(self, task: Task, place: RankContext, seed: int, accumulate: int = 1) -> None:
+    def __init__(self, task: Task, context: RankContext, seed: int, accumulate: int = 1) -> None:
         self.task = task
         self.accumulate = accumulate
-        self.group = place.group
+        self.group = context.group
         self.seed = seed
-        self.model = place.model(task, seed).train()
+        self.model = context.model(task, seed).train()
         # Before the optimizer is created and weights are broadcast: parameters become views of the
         # flat buffers here.
         self.flat = FlatParameters(self.model)

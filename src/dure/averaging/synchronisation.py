@@ -122,7 +122,7 @@ class RoundSynchronisation:
     def __init__(
         self,
         replica: AveragedReplica,
-        place: RankContext,
+        context: RankContext,
         algorithm: Algorithm,
         momentum: Momentum = "keep",
         *,
@@ -130,7 +130,7 @@ class RoundSynchronisation:
         numbers: int = 0,
     ) -> None:
         self.replica = replica
-        self.group = place.group
+        self.group = context.group
         self.algorithm = algorithm
         self.momentum = momentum
         self._find_buffers()
@@ -143,9 +143,9 @@ class RoundSynchronisation:
             summed_field("changed", len(self.others)),
             summed_field("numbers", numbers),
         )
-        self.tail = Trailer(fields, self.group.rank, self.group.size)
+        self.trailer = Trailer(fields, self.group.rank, self.group.size)
         self._pack([])
-        self.started = common_start(self.group, place.clock_offset)
+        self.started = common_start(self.group, context.clock_offset)
 
     def _find_buffers(self) -> None:
         """Find the present buffers: a forward pass may have replaced tensors.
@@ -169,7 +169,7 @@ class RoundSynchronisation:
         # Bodies, extras and trailer are views of one buffer for each dtype, and a round sends these
         # buffers: nothing is copied into a message.
         self.message, views, self._tail = pack_message(
-            [*carried, *extras], self.tail.length, self.group
+            [*carried, *extras], self.trailer.length, self.group
         )
         self.bodies = views[: len(carried)]
         if self._compressed:
@@ -219,7 +219,7 @@ class RoundSynchronisation:
         for buffer in self.message:
             all_reduce(buffer, self.group, self.algorithm)
         left = time.perf_counter()
-        heard = self.tail.decode(self._tail.tolist())
+        heard = self.trailer.decode(self._tail.tolist())
         self.group.meter.compute("pack", entered, began, round)
         self.group.meter.communication(
             f"{self.algorithm} all-reduce",
@@ -270,7 +270,7 @@ class RoundSynchronisation:
             said["control_flags"] = [float(control_flags)]
         if self.group.rank == 0:
             said["changed"] = self._changes()
-        told = self.tail.encode(said)
+        told = self.trailer.encode(said)
         self._tail.copy_(torch.tensor(told, dtype=self._tail.dtype))
 
     def _changes(self) -> list[bool]:

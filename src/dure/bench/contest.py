@@ -99,9 +99,9 @@ class TimedContender:
 class Contest:
     """The ranks' side of a benchmark with a fixed number of ranks."""
 
-    def __init__(self, plan: BenchPlan, place: RankContext) -> None:
+    def __init__(self, plan: BenchPlan, context: RankContext) -> None:
         self.plan = plan
-        self.place = place
+        self.place = context
         # Ranks share the cores: more threads would compete.
         torch.set_num_threads(1)
         self.gloo = dist.new_group(backend="gloo")

@@ -615,14 +615,14 @@ class Strategy(CheckedSettings):
         """
         return ()
 
-    def run_assistant(self, task: Task, place: RankContext, seed: int) -> str:
+    def run_assistant(self, task: Task, context: RankContext, seed: int) -> str:
         """Run a rank other than the first until the run ends, for a strategy with `coordinated`.
 
         Returns the limit that ended the run.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method assist")
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
         """Return the learner: the model made under `seed`, ready for its first step."""
         raise NotImplementedError(f"{type(self).__name__} has no method learner")
 

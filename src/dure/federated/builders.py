@@ -85,22 +85,22 @@ class FederatedSettings(protections.ProtectionSettings, Protocol):
     def test_parts(self, task: Task) -> list[Tensor] | None: ...
 
 
-def learner(strategy: FederatedSettings, task: Task, place: RankContext, seed: int) -> Learner:
+def learner(strategy: FederatedSettings, task: Task, context: RankContext, seed: int) -> Learner:
     """Return the server: with simulated clients behind the place's carrier, or over a network."""
-    if place.network is not None:
-        return _serving(strategy, task, place, place.network, seed)
-    assert place.carrier is not None
-    assert place.conditions is not None
+    if context.network is not None:
+        return _serving(strategy, task, context, context.network, seed)
+    assert context.carrier is not None
+    assert context.conditions is not None
     # Build the clients first: the carrier reads their sizes as soon as the server starts.
-    model = place.model(task, seed)
+    model = context.model(task, seed)
     task = task.on(device_of_model(model))
-    keep = _keep(place.conditions, place.folder, strategy.batch_size)
-    clients = build_clients(strategy, task, model, place.conditions, seed, keep)
-    place.ending.callback(clients.close)
-    carrier = place.carrier(clients, seed)
-    server = build_server(strategy, task, model, place, carrier, seed)
-    server.cost = _cost(strategy, task, model, place.conditions, seed)
-    place.ending.callback(server.close)
+    keep = _keep(context.conditions, context.folder, strategy.batch_size)
+    clients = build_clients(strategy, task, model, context.conditions, seed, keep)
+    context.ending.callback(clients.close)
+    carrier = context.carrier(clients, seed)
+    server = build_server(strategy, task, model, context, carrier, seed)
+    server.cost = _cost(strategy, task, model, context.conditions, seed)
+    context.ending.callback(server.close)
     return server
 
 
@@ -136,7 +136,7 @@ def build_server(
     strategy: FederatedSettings,
     task: Task,
     model: nn.Module,
-    place: RankContext,
+    context: RankContext,
     carrier: Carrier,
     seed: int,
 ) -> FederatedServer:
@@ -146,20 +146,20 @@ def build_server(
         strategy: the strategy of the run.
         task: the task of the run.
         model: the run's model, which the server takes over.
-        place: context of the server: conditions, group, run folder, identities.
+        context: context of the server: conditions, group, run folder, identities.
         carrier: transport between server and clients.
         seed: of the run.
     """
     train, test = examples_for(task)
     sample = test or train
     clients = len(carrier.join().sizes)
-    secret = protections.secret_of(place, seed)
-    secure, rule = protections.secure_rounds_of(strategy, task, model, place, clients, secret)
+    secret = protections.secret_of(context, seed)
+    secure, rule = protections.secure_rounds_of(strategy, task, model, context, clients, secret)
     attack = None
     lying = None
-    if place.conditions is not None and place.conditions.attackers:
-        attack = place.conditions.attack
-        lying = _lying(place.conditions, clients, seed)
+    if context.conditions is not None and context.conditions.attackers:
+        attack = context.conditions.attack
+        lying = _lying(context.conditions, clients, seed)
     pacing = strategy.pacing(clients)
     server = FederatedServer(
         task=task,
@@ -170,7 +170,7 @@ def build_server(
         optimizer=strategy.optimizer(),
         pacing=pacing,
         carrier=carrier,
-        group=place.group,
+        group=context.group,
         seed=seed,
         sample=sample if len(sample) else None,
         batch_size=strategy.batch_size,
@@ -178,12 +178,14 @@ def build_server(
         liars=lying,
         names=strategy.names(task),
         freeze_at=strategy.freeze_at,
-        exposure=exposure(strategy.privacy, place.identities is not None),
-        repeats=protections.is_reproducible(strategy.privacy, place),
+        exposure=exposure(strategy.privacy, context.identities is not None),
+        repeats=protections.is_reproducible(strategy.privacy, context),
         secure=secure,
-        private=protections.private_rounds_of(strategy, task, model, place, carrier, secret, seed),
+        private=protections.private_rounds_of(
+            strategy, task, model, context, carrier, secret, seed
+        ),
         examples=protections.example_account_of(
-            strategy, carrier.join().sizes, place.network is None
+            strategy, carrier.join().sizes, context.network is None
         ),
         sample_clients=poisson_sampler(secret, carrier.once, strategy.fraction, clients)
         if pacing.samples_independently
@@ -197,7 +199,7 @@ def build_server(
 def _serving(
     strategy: FederatedSettings,
     task: Task,
-    place: RankContext,
+    context: RankContext,
     network: Callable[[FederationSpec], Carrier],
     seed: int,
 ) -> Learner:
@@ -208,7 +210,7 @@ def _serving(
             f"the selection {strategy.selection} asks clients for their losses before a round, "
             "which only simulations support: use a selection by their last losses"
         )
-    model = place.model(task, seed)
+    model = context.model(task, seed)
     clients = strategy.count(task)
     if clients is None:
         raise ValueError("the number of clients is missing, which a server needs: give clients")
@@ -225,12 +227,12 @@ def _serving(
         why_not=partial(_why_not, strategy, clients),
     )
     carrier = network(federation)
-    server = build_server(strategy, task, model, place, carrier, seed)
+    server = build_server(strategy, task, model, context, carrier, seed)
     if strategy.privacy.secure is None:
         server.examples = max(1, sum(carrier.join().sizes))
     else:
         server.knows_sizes = False
-    place.ending.callback(server.close)
+    context.ending.callback(server.close)
     return server
 
 

@@ -89,15 +89,15 @@ class ProtectionSettings(Protocol):
     def work(self) -> LocalWork: ...
 
 
-def secret_of(place: RankContext, seed: int) -> Secret:
+def secret_of(context: RankContext, seed: int) -> Secret:
     """Return the source of the server's sampling, noise and groups."""
     # A simulation is reproducible; secrets that protect remote clients must not be.
-    return Secret.simulated(seed) if place.network is None else Secret.system()
+    return Secret.simulated(seed) if context.network is None else Secret.system()
 
 
-def is_reproducible(privacy: Privacy, place: RankContext) -> bool:
+def is_reproducible(privacy: Privacy, context: RankContext) -> bool:
     """Return whether the run is reproducible bit for bit."""
-    return place.network is None or privacy == NOTHING
+    return context.network is None or privacy == NOTHING
 
 
 def check_served(strategy: ProtectionSettings) -> None:
@@ -123,7 +123,7 @@ def secure_rounds_of(
     strategy: ProtectionSettings,
     task: Task,
     model: nn.Module,
-    place: RankContext,
+    context: RankContext,
     clients: int,
     secret: Secret,
 ) -> tuple[SecureRounds | None, Aggregator]:
@@ -133,7 +133,7 @@ def secure_rounds_of(
         strategy: the strategy of the run.
         task: the task of the run.
         model: the run's model, which stays unchanged.
-        place: context of the server.
+        context: context of the server.
         clients: number of clients.
         secret: source of the groups.
 
@@ -152,11 +152,11 @@ def secure_rounds_of(
 
     algorithm = strategy.algorithm(algorithm_inputs_of(task, model, clients))
     clips = _clipping(strategy, task, model, algorithm)
-    run = SIMULATED if place.network is None else str(place.config.get("run", ""))
+    run = SIMULATED if context.network is None else str(context.config.get("run", ""))
     groups, of_means = grouping_of(rule)
     settings = _weighed(settings, algorithm)
     return SecureRounds(
-        SecureSums(settings, run, clips), groups, secret, place.identities
+        SecureSums(settings, run, clips), groups, secret, context.identities
     ), of_means
 
 
@@ -164,7 +164,7 @@ def private_rounds_of(
     strategy: ProtectionSettings,
     task: Task,
     model: nn.Module,
-    place: RankContext,
+    context: RankContext,
     carrier: Carrier,
     secret: Secret,
     seed: int,
@@ -175,7 +175,7 @@ def private_rounds_of(
         strategy: the strategy of the run.
         task: the task of the run.
         model: the run's model, which stays unchanged.
-        place: context of the server.
+        context: context of the server.
         carrier: gives the clients' sizes, and stores draws.
         secret: source of the noise.
         seed: of the run.
@@ -184,7 +184,7 @@ def private_rounds_of(
     if user is None:
         return None
     sizes = carrier.join().sizes
-    if strategy.privacy.secure is not None and place.network is not None:
+    if strategy.privacy.secure is not None and context.network is not None:
         sizes = [0] * len(sizes)  # sizes are hidden: all clients weigh 1
     copy = unused_copy(model, task, seed)
     return noised_rounds(
@@ -196,7 +196,7 @@ def private_rounds_of(
         keyed=isinstance(strategy.partition, NaturalKey),
         once=carrier.once,
         secret=secret,
-        folder=place.folder,
+        folder=context.folder,
         padding=padding_rows(task, copy),
     )
 

@@ -548,9 +548,9 @@ class Federated(Strategy):
         """Return the names of the clients; None if the data have no names."""
         return self.partition.names(self.clients, task.train.keys)
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
         """Return the server, with simulated clients or alone (`dure.federated.builders`)."""
-        return builders.learner(self, task, place, seed)
+        return builders.learner(self, task, context, seed)
 
 
 def _check_names(names: Sequence[str]) -> None:

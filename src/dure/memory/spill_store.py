@@ -69,8 +69,8 @@ IN_MEMORY = SpillStore(least=None)
 """Shelf that keeps all tensors in memory."""
 
 
-def spilled_copy(tensor: Tensor, shelf: SpillStore) -> Leaf:
+def spilled_copy(tensor: Tensor, store: SpillStore) -> Leaf:
     """Return a copy of a tensor on the shelf."""
-    found = shelf.place(form_of("", tensor.dtype, tensor.shape))
+    found = store.place(form_of("", tensor.dtype, tensor.shape))
     put(found, 0, tensor.reshape(-1))
     return found

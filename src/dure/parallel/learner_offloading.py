@@ -86,7 +86,7 @@ class LearnerOffloading:
         self,
         wanted: Offload,
         folder: str | None,
-        place: RankContext,
+        context: RankContext,
         device: torch.device,
         divided: bool = False,
     ) -> None:
@@ -99,7 +99,7 @@ class LearnerOffloading:
         self.activations: OffloadedActivations | None = None
         self._store = store_for(device, folder) if wanted else None
         if self._store is not None:
-            place.ending.callback(self._store.close)
+            context.ending.callback(self._store.close)
 
     @property
     def _files(self) -> MappedFileStore | None:

@@ -234,10 +234,10 @@ class Downpour(Strategy):
         parts = self.partition.divide(self.replicas, train, seed)
         return describe(self.partition, parts, train.labels(), train.classes)
 
-    def run_assistant(self, task: Task, place: RankContext, seed: int) -> str:
-        return run_server_or_worker(task, place, seed, self.plan)
+    def run_assistant(self, task: Task, context: RankContext, seed: int) -> str:
+        return run_server_or_worker(task, context, seed, self.plan)
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        if place.kind == "clients":
-            return SimulatedReplicas(task, place, seed, self.plan)
-        return ProcessesLearner(task, place, seed, self.plan)
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
+        if context.kind == "clients":
+            return SimulatedReplicas(task, context, seed, self.plan)
+        return ProcessesLearner(task, context, seed, self.plan)

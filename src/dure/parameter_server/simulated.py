@@ -47,14 +47,14 @@ class SimulatedParameterServer(Learner):
     where = "server"
 
     def __init__(
-        self, task: Task, place: RankContext, seed: int, plan: ParameterServerPlan
+        self, task: Task, context: RankContext, seed: int, plan: ParameterServerPlan
     ) -> None:
         self.task = task
         self.plan = plan
         self.seed = seed
-        self.group = place.group
-        self.conditions = place.conditions or Conditions()
-        self.model = place.model(task, seed).train()
+        self.group = context.group
+        self.conditions = context.conditions or Conditions()
+        self.model = context.model(task, seed).train()
         self.terms = plan.terms_with_tables(task, self.model, seed)
         self.shards = plan.shards(self.model)
         self.table_shards = plan.table_shards(self.model)

@@ -62,13 +62,13 @@ class SimulatedReplicas(Learner):
     unit = "round"
     where = "server"
 
-    def __init__(self, task: Task, place: RankContext, seed: int, plan: DownpourPlan) -> None:
+    def __init__(self, task: Task, context: RankContext, seed: int, plan: DownpourPlan) -> None:
         self.task = task
         self.plan = plan
         self.seed = seed
-        self.group = place.group
-        self.conditions = place.conditions or Conditions()
-        self.model = place.model(task, seed).train()
+        self.group = context.group
+        self.conditions = context.conditions or Conditions()
+        self.model = context.model(task, seed).train()
         self.terms = plan.terms(task, self.model)
         self.shards = plan.shards(self.model)
         self.layout = plan.layout(self.model)

@@ -194,10 +194,10 @@ class ParameterServer(Strategy):
         """Check that workers support the conditions; raises ValueError if not."""
         check_under(conditions)
 
-    def run_assistant(self, task: Task, place: RankContext, seed: int) -> str:
-        return run_server_or_worker(task, place, seed, self.plan)
+    def run_assistant(self, task: Task, context: RankContext, seed: int) -> str:
+        return run_server_or_worker(task, context, seed, self.plan)
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        if place.kind == "clients":
-            return SimulatedParameterServer(task, place, seed, self.plan)
-        return ProcessesLearner(task, place, seed, self.plan)
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
+        if context.kind == "clients":
+            return SimulatedParameterServer(task, context, seed, self.plan)
+        return ProcessesLearner(task, context, seed, self.plan)

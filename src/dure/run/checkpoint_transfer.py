@@ -25,14 +25,14 @@ from dure.record.disk_tensors import DiskTensors, Leaf, TensorMeta, forms_of, in
 from dure.record.weights import tensors_in
 
 
-def gathered_trees(group: Group, mine: Any, shelf: SpillStore) -> list[Any]:
+def gathered_trees(group: Group, mine: Any, store: SpillStore) -> list[Any]:
     """Gather the trees of all ranks on rank 0, in order of rank; other ranks get an empty list.
 
     Large tensors of other ranks go to the shelf. Collective: all ranks call this function.
     """
     packed, tensors = pack_tree(mine)
     told = group.gather_bytes(json.dumps(packed).encode())
-    found = gathered(group, tensors, shelf.place)
+    found = gathered(group, tensors, store.place)
     return [
         unpack_tree(json.loads(around), leaves) for around, leaves in zip(told, found, strict=True)
     ]
@@ -60,7 +60,7 @@ class ReceivedCheckpoint(msgspec.Struct):
 
 
 def broadcast_checkpoint(
-    group: Group, stored: StoredCheckpoint | None, shelf: SpillStore, by_parts: bool
+    group: Group, stored: StoredCheckpoint | None, store: SpillStore, by_parts: bool
 ) -> ReceivedCheckpoint | None:
     """Broadcast rank 0's checkpoint to every rank; return None if rank 0 has none.
 
@@ -74,9 +74,9 @@ def broadcast_checkpoint(
     told = msgspec.msgpack.decode(group.broadcast_bytes(content), type=_Told | None)
     if told is None:
         return None
-    shelf = shelf if by_parts else IN_MEMORY
+    store = store if by_parts else IN_MEMORY
     parts = None if stored is None else (stored.weights, stored.tensors)
-    weights, tensors = _taken(group, told, parts, shelf)
+    weights, tensors = _taken(group, told, parts, store)
     if by_parts:
         return ReceivedCheckpoint(DiskTensors(weights), _state(told, _light(tensors)))
     memory = [{name: in_memory(leaf) for name, leaf in one.items()} for one in (weights, tensors)]
@@ -113,7 +113,7 @@ def _identities(path: Path) -> list[tuple[int, int]]:
 _Parts = tuple[Mapping[str, Leaf], Mapping[str, Leaf]]
 
 
-def _taken(group: Group, told: _Told, parts: _Parts | None, shelf: SpillStore) -> _Parts:
+def _taken(group: Group, told: _Told, parts: _Parts | None, store: SpillStore) -> _Parts:
     """Return (weights, tensors) on this rank. parts: rank 0's tensors, None on other ranks."""
     if group.size == 1:
         assert parts is not None
@@ -127,8 +127,8 @@ def _taken(group: Group, told: _Told, parts: _Parts | None, shelf: SpillStore) -
         return parts
     weights, tensors = parts if parts is not None else ({}, {})
     return (
-        broadcast(group, weights, [TensorMeta(*form) for form in told.weights], shelf.place),
-        broadcast(group, tensors, [TensorMeta(*form) for form in told.tensors], shelf.place),
+        broadcast(group, weights, [TensorMeta(*form) for form in told.weights], store.place),
+        broadcast(group, tensors, [TensorMeta(*form) for form in told.tensors], store.place),
     )
 
 

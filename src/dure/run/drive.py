@@ -60,43 +60,43 @@ from dure.run.watch import page_of
 from dure.run.weight_averaging import with_average
 
 
-def drive(job: Job, place: RankContext) -> RunOutcome:
+def drive(job: Job, context: RankContext) -> RunOutcome:
     """Execute the job on this rank, and return its results."""
-    trains = place.network is None or job.strategy.trains_at_server
+    trains = context.network is None or job.strategy.trains_at_server
     keeps = trains and not job.strategy.spares_memory
     memory = keep_freed_memory() if keeps else return_freed_memory()
     with deferred_compiler(), memory:
-        return _drive(job, place)
+        return _drive(job, context)
 
 
-def _drive(job: Job, place: RankContext) -> RunOutcome:
+def _drive(job: Job, context: RankContext) -> RunOutcome:
     # Each rank seeds the generators for draws outside of steps; steps seed their own.
     before = generators_state()
-    seed_generators(job.seed, "rank", place.group.rank, everything=True)
+    seed_generators(job.seed, "rank", context.group.rank, everything=True)
     reset_peak_memory()
     learner: Learner | None = None
     driver: Driver | None = None
     try:
-        place.group.step = "the start"
+        context.group.step = "the start"
         # The process that prepared the model uses it; other processes create their own.
         if job.fresh is not None:
-            place.prepared = job.fresh.take
+            context.prepared = job.fresh.take
         job = dataclasses.replace(job, task=with_validation(job.task, job.seed))
-        job = dataclasses.replace(job, task=with_own_data(job.task, job.strategy, place.group))
-        place.check = job.check
-        place.folder = job.folder
-        place.config = job.config
-        place.page = None if job.folder is None else partial(page_of, job.folder)
-        if job.strategy.coordinated and place.group.rank:
-            ended = job.strategy.run_assistant(job.task, place, job.seed)
+        job = dataclasses.replace(job, task=with_own_data(job.task, job.strategy, context.group))
+        context.check = job.check
+        context.folder = job.folder
+        context.config = job.config
+        context.page = None if job.folder is None else partial(page_of, job.folder)
+        if job.strategy.coordinated and context.group.rank:
+            ended = job.strategy.run_assistant(job.task, context, job.seed)
             return RunOutcome({}, {}, History(), {"ended": ended})
         learner = with_average(
-            job.strategy.learner(job.task, place, job.seed), job.task.ema, place.group
+            job.strategy.learner(job.task, context, job.seed), job.task.ema, context.group
         )
         if job.strategy.coordinated:
             # The coordinating rank continues alone: the other ranks may be dead by then.
-            place.group = place.group.alone()
-        driver = Driver(job, place, learner)
+            context.group = context.group.alone()
+        driver = Driver(job, context, learner)
         # After the driver, which notes the number of threads for evaluations.
         with threads(threads_for(learner.flops_per_step())):
             return driver.run()
@@ -116,8 +116,8 @@ def _drive(job: Job, place: RankContext) -> RunOutcome:
     except BaseException as error:
         # An error of the user's code, or of dure, gets the rank and the step. SystemExit too,
         # which would end the process with success.
-        where = learner.where if learner is not None else f"rank {place.group.rank}"
-        step = place.group.step
+        where = learner.where if learner is not None else f"rank {context.group.rank}"
+        step = context.group.step
         failed = WorkerFailedError(where, step, described(error), traceback_of(error))
         if driver is not None and driver.checkpoints.doubtful:
             raise driver.checkpoints.perhaps_damaged(failed) from error
@@ -125,7 +125,7 @@ def _drive(job: Job, place: RankContext) -> RunOutcome:
     finally:
         try:
             # First, since threads of the run may draw from the generators until they end.
-            place.ending.close()
+            context.ending.close()
             restore_generators(before)  # the user's own draws go on as if there had been no run
         finally:
             if driver is not None and driver.folder is not None:
@@ -135,12 +135,12 @@ def _drive(job: Job, place: RankContext) -> RunOutcome:
 class Driver:
     """A rank's part of a run."""
 
-    def __init__(self, job: Job, place: RankContext, learner: Learner) -> None:
+    def __init__(self, job: Job, context: RankContext, learner: Learner) -> None:
         self.job = job
-        self.place = place
-        self.group = place.group
+        self.context = context
+        self.group = context.group
         self.learner = learner
-        self.is_leader = place.group.rank == 0
+        self.is_leader = context.group.rank == 0
         # None on all ranks but rank 0, whether or not the run has a folder.
         self.folder = RunFolder(job.folder) if self.is_leader and job.folder is not None else None
         self.all_threads = torch.get_num_threads()
@@ -157,7 +157,7 @@ class Driver:
         self.now = LiveStatus(self.folder.path) if self.folder is not None and tells else None
         if self.now is not None:
             self.now.facts = learner.facts
-            place.report = _heard_by(self.now, place.report)
+            context.report = _heard_by(self.now, context.report)
         self._stopped = False
         """Whether a callback has requested the end of the run."""
         self._reported = 0.0
@@ -166,7 +166,7 @@ class Driver:
         self._went_past = False
         """Whether training continued after the newest step, within the next step."""
         if self.group.size == 1:
-            place.control_flags = self._control_flags_within
+            context.control_flags = self._control_flags_within
 
     def run(self) -> RunOutcome:
         """Run from the start, or the newest checkpoint, to the first limit. Collective."""
@@ -236,7 +236,7 @@ class Driver:
         """
         control_flags = 0
         seconds = self.job.stop.seconds
-        if self.place.interrupted():
+        if self.context.interrupted():
             control_flags |= STOP | INTERRUPT
         elif self._stopped:
             control_flags |= STOP | CALLBACK
@@ -252,7 +252,7 @@ class Driver:
     def _control_flags_within(self) -> int:
         """Return the control flags within a step, for a run of a single rank."""
         stop = self.job.stop
-        if self.place.interrupted():
+        if self.context.interrupted():
             return STOP | INTERRUPT
         spent = self.position.seconds + time.perf_counter() - self._began
         if stop.seconds is not None and spent >= stop.seconds:
@@ -334,13 +334,13 @@ class Driver:
         if self.now is not None:
             self.now.write()
         self._tell(record)
-        if self.is_leader and time.monotonic() - self._reported > self.place.report_seconds:
+        if self.is_leader and time.monotonic() - self._reported > self.context.report_seconds:
             self._report()
 
     def _report(self) -> None:
         self._reported = time.monotonic()
         position = self.position
-        self.place.report(
+        self.context.report(
             {
                 "unit": self.learner.unit,
                 "step": position.step,
@@ -432,7 +432,7 @@ class Driver:
         content = History.encode(record)
         about = {"counts": self.learner.unit, "step": self.position.step, "record": content}
         try:
-            self.place.report(about)
+            self.context.report(about)
         except StopRun:
             self._stopped = True
 
@@ -491,7 +491,7 @@ class Driver:
 
     def _signed(self, summary: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
         """Return (summary, metadata of the model, files beside the model), signed by a server."""
-        sign = self.place.signs
+        sign = self.context.signs
         if sign is None:
             return summary, None, None
         lineage = lineage_of(self.job.config, summary)
@@ -503,7 +503,7 @@ class Driver:
 
     def _lanes(self) -> list[Lane]:
         """Return the timelines of all ranks on rank 0; an empty list elsewhere."""
-        parts = self.group.gather_bytes(self.place.trace.packed(self.place.clock_offset))
+        parts = self.group.gather_bytes(self.context.trace.packed(self.context.clock_offset))
         return [lane for part in parts for lane in Trace.unpacked(part)]
 
 

@@ -64,13 +64,13 @@ class SimulatedSplitLearner(Learner):
     unit = "round"
     where = "server"
 
-    def __init__(self, task: Task, place: RankContext, seed: int, plan: SplitPlan) -> None:
+    def __init__(self, task: Task, context: RankContext, seed: int, plan: SplitPlan) -> None:
         self.task = task
         self.plan = plan
         self.seed = seed
-        self.group = place.group
-        self.conditions = place.conditions or Conditions()
-        self.model = place.model(task, seed).train()
+        self.group = context.group
+        self.conditions = context.conditions or Conditions()
+        self.model = context.model(task, seed).train()
         self.train, self.test = examples_for(task)
         joins = needs_two(self.model, self.train)
         self.parts = divide(

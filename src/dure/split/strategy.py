@@ -336,11 +336,11 @@ class Split(Strategy):
         parts = self.partition.divide(self.count, train, seed)
         return describe(self.partition, parts, train.labels(), train.classes)
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
         one = self.of(task)
-        if place.channels is not None:
+        if context.channels is not None:
             # Imported here because the network needs libraries that a simulation does not.
             from dure.split.network.served import ServedSplitLearner
 
-            return ServedSplitLearner(task, place, seed, one.plan, place.channels)
-        return SimulatedSplitLearner(task, place, seed, one.plan)
+            return ServedSplitLearner(task, context, seed, one.plan, context.channels)
+        return SimulatedSplitLearner(task, context, seed, one.plan)

@@ -205,13 +205,13 @@ class VerticalSplit(Strategy):
         """Raise ValueError for conditions that parties do not support."""
         check_conditions(conditions, self.without)
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        if place.channels is not None:
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
+        if context.channels is not None:
             # Imported here because the network needs libraries that a simulation does not.
             from dure.split.network.parties_served import ServedVerticalLearner
 
-            return ServedVerticalLearner(task, place, seed, self.plan, place.channels)
-        return SimulatedVerticalLearner(task, place, seed, self.plan)
+            return ServedVerticalLearner(task, context, seed, self.plan, context.channels)
+        return SimulatedVerticalLearner(task, context, seed, self.plan)
 
 
 def columns_of(text: str) -> Columns:

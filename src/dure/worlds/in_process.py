@@ -43,8 +43,8 @@ def run_in_process(
     asked: list[bool] = []
     # No process group: a group of one rank sends nothing.
     group = Group(None, Meter(name, trace, is_worker))
-    place = RankContext(group, trace, report, lambda: bool(asked), kind=kind, devices=devices)
+    context = RankContext(group, trace, report, lambda: bool(asked), kind=kind, devices=devices)
     # The current step completes: the driver checks `asked` between steps.
     own_threads = threads(threads_under_quota(torch.get_num_threads()))
     with own_threads, on_interrupt(lambda: asked.append(True)):
-        return program(place)
+        return program(context)

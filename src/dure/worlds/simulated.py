@@ -95,11 +95,11 @@ class Simulated(Conditions, World):
     def run(
         self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
-        def here(place: RankContext) -> Value:
-            place.conditions = self
+        def here(context: RankContext) -> Value:
+            context.conditions = self
             # The program makes the clients, and gets a carrier to them.
-            place.carrier = lambda clients, seed: FederationSimulation(self, clients, seed)
-            return program(place)
+            context.carrier = lambda clients, seed: FederationSimulation(self, clients, seed)
+            return program(context)
 
         return run_in_process(here, report, "server", self.kind, is_worker=False)
 

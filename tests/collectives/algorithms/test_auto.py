@@ -58,10 +58,12 @@ def test_the_choice_is_an_algorithm_that_there_is(nbytes: int, ranks: int) -> No
 
 
 def test_auto_sends_what_its_choice_sends() -> None:
-    def program(place: RankContext) -> list[int]:
+    def program(context: RankContext) -> list[int]:
         lengths = (100, 50_000, 200_000)
         return [
-            measured(place.group, lambda n=n: all_reduce(torch.ones(n), place.group, "auto")).sent
+            measured(
+                context.group, lambda n=n: all_reduce(torch.ones(n), context.group, "auto")
+            ).sent
             for n in lengths
         ]  # type: ignore[misc]
 
@@ -74,14 +76,15 @@ def test_auto_sends_what_its_choice_sends() -> None:
 
 
 def test_given_hosts_and_a_cost_model_are_asked() -> None:
-    def program(place: RankContext) -> list[int]:
+    def program(context: RankContext) -> list[int]:
         hosts = [[0, 1], [2]]
         first = measured(
-            place.group, lambda: all_reduce(torch.ones(3_000), place.group, "auto", hosts=hosts)
+            context.group, lambda: all_reduce(torch.ones(3_000), context.group, "auto", hosts=hosts)
         )
         model = lambda name, nbytes, ranks: float(name != "master")  # noqa: E731
         second = measured(
-            place.group, lambda: all_reduce(torch.ones(3_000), place.group, "auto", predict=model)
+            context.group,
+            lambda: all_reduce(torch.ones(3_000), context.group, "auto", predict=model),
         )
         return [first.sent, second.sent]
 
@@ -95,9 +98,9 @@ def test_given_hosts_and_a_cost_model_are_asked() -> None:
 
 
 def test_on_the_shared_memory_of_dure_it_is_the_backends_own() -> None:
-    def program(place: RankContext) -> tuple[float, int, int]:
+    def program(context: RankContext) -> tuple[float, int, int]:
         result, sent, messages = measured(
-            place.group, lambda: all_reduce(torch.ones(1_000), place.group, "auto")
+            context.group, lambda: all_reduce(torch.ones(1_000), context.group, "auto")
         )
         return result[0].item(), sent, messages
 

@@ -39,9 +39,9 @@ class Watched(Group):
 
 
 def reduce_over(hosts: list[list[int]], n: int, op: str = "sum") -> list[Any]:
-    def program(place: RankContext) -> tuple[Tensor, int, int, dict[int, int]]:
-        group = Watched.over(place.group)
-        tensor = torch.arange(n) * (place.group.rank + 1)
+    def program(context: RankContext) -> tuple[Tensor, int, int, dict[int, int]]:
+        group = Watched.over(context.group)
+        tensor = torch.arange(n) * (context.group.rank + 1)
         value, sent, messages = measured(
             group, lambda: all_reduce(tensor, group, "hierarchical", op, hosts=hosts)
         )
@@ -76,9 +76,9 @@ def test_between_two_hosts_every_byte_goes_once_in_each_direction() -> None:
 
 
 def test_the_product_is_not_finished_twice_nor_the_average() -> None:
-    def program(place: RankContext) -> Tensor:
+    def program(context: RankContext) -> Tensor:
         return all_reduce(
-            torch.full((5,), 8.0), place.group, "hierarchical", "avg", hosts=[[0, 1], [2]]
+            torch.full((5,), 8.0), context.group, "hierarchical", "avg", hosts=[[0, 1], [2]]
         )
 
     assert on_ranks(3, program)[1].tolist() == [8.0] * 5

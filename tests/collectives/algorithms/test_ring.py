@@ -11,12 +11,12 @@ from dure.contracts.strategy import RankContext
 
 
 def test_the_passes_of_the_ring_stand_alone() -> None:
-    def program(place: RankContext) -> tuple[int, Tensor, Tensor]:
-        flat = torch.arange(7.0) * (place.group.rank + 1)
-        chunks = ring.chunks_of(flat, place.group.size)
-        own = ring.reduce_scatter(chunks, place.group)
+    def program(context: RankContext) -> tuple[int, Tensor, Tensor]:
+        flat = torch.arange(7.0) * (context.group.rank + 1)
+        chunks = ring.chunks_of(flat, context.group.size)
+        own = ring.reduce_scatter(chunks, context.group)
         scattered = chunks[own].clone()
-        ring.all_gather(chunks, place.group)
+        ring.all_gather(chunks, context.group)
         return own, scattered, flat
 
     expected = torch.arange(7.0) * 6
@@ -27,9 +27,9 @@ def test_the_passes_of_the_ring_stand_alone() -> None:
 
 
 def test_a_reduce_scatter_changes_no_chunk_but_the_one_it_completes() -> None:
-    def program(place: RankContext) -> Tensor:
-        flat = torch.full((8,), float(place.group.rank))
-        ring.reduce_scatter(ring.chunks_of(flat, 4), place.group)
+    def program(context: RankContext) -> Tensor:
+        flat = torch.full((8,), float(context.group.rank))
+        ring.reduce_scatter(ring.chunks_of(flat, 4), context.group)
         return flat
 
     assert on_ranks(4, program)[2].tolist() == [2, 2, 2, 2, 2, 2, 6, 6]

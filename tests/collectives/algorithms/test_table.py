@@ -50,9 +50,11 @@ MINE = AllReduce(
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_an_all_reduce_of_ones_own_is_given_as_it_is(ranks: int) -> None:
-    def program(place: RankContext) -> Measured:
-        tensor = torch.full((5,), place.group.rank + 1.0)
-        return measured(place.group, lambda: all_reduce(tensor, place.group, MINE, "avg").tolist())
+    def program(context: RankContext) -> Measured:
+        tensor = torch.full((5,), context.group.rank + 1.0)
+        return measured(
+            context.group, lambda: all_reduce(tensor, context.group, MINE, "avg").tolist()
+        )
 
     for rank, (value, sent, messages) in enumerate(on_ranks(ranks, program)):
         assert value == [(ranks + 1) / 2] * 5

@@ -16,9 +16,9 @@ UNITS = {"bfloat16": 2**-8, "float16": 2**-11}
 
 @pytest.mark.parametrize("dtype", list(UNITS))
 def test_the_sum_is_off_by_two_roundings(dtype: str) -> None:
-    def program(place: RankContext) -> Tensor:
-        mine = numbers((1000,), place.group.rank)
-        return sent(Cast(dtype).compressor([mine], 0), [mine], place.group)
+    def program(context: RankContext) -> Tensor:
+        mine = numbers((1000,), context.group.rank)
+        return sent(Cast(dtype).compressor([mine], 0), [mine], context.group)
 
     parts = torch.stack([numbers((1000,), rank) for rank in range(3)])
     bound = UNITS[dtype] * (parts.abs().sum(0) + parts.sum(0).abs()) * 1.01 + 1e-6
@@ -26,8 +26,8 @@ def test_the_sum_is_off_by_two_roundings(dtype: str) -> None:
 
 
 def test_a_sum_of_float16_overflows_only_where_its_mean_would() -> None:
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         mine = torch.tensor([40_000.0, 65_504.0, 300_000.0])
-        return sent(Cast("float16").compressor([mine], 0), [mine], place.group).tolist()
+        return sent(Cast("float16").compressor([mine], 0), [mine], context.group).tolist()
 
     assert on_ranks(2, program) == [[80_000.0, 131_008.0, torch.inf]] * 2

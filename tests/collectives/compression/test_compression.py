@@ -46,8 +46,8 @@ CALLS = 3
 def test_all_ranks_hold_the_same_bits_in_every_run_after_the_bytes_of_the_formula(
     ranks: int, shapes: list[Shape], dtype: torch.dtype, algorithm: Any
 ) -> None:
-    def program(place: RankContext) -> list[list[tuple[Measured, bytes]]]:
-        rank, group = place.group.rank, place.group
+    def program(context: RankContext) -> list[list[tuple[Measured, bytes]]]:
+        rank, group = context.group.rank, context.group
 
         def run(compression: Compression) -> list[Measured]:
             compressor = compression.compressor(bucket(0, 0, shapes, dtype), seed=5)
@@ -77,13 +77,13 @@ def test_all_ranks_hold_the_same_bits_in_every_run_after_the_bytes_of_the_formul
 
 @pytest.mark.parametrize("compression", REMEMBERING, ids=str)
 def test_what_was_not_sent_is_in_the_ranks_errors(compression: Compression) -> None:
-    def program(place: RankContext) -> tuple[Tensor, Tensor, Tensor]:
+    def program(context: RankContext) -> tuple[Tensor, Tensor, Tensor]:
         compressor = compression.compressor(bucket(0, 0), seed=1)
         given = arrived = torch.zeros(())
         for call in range(5):
-            mine = bucket(place.group.rank, call)
+            mine = bucket(context.group.rank, call)
             given = given + joined(mine)
-            arrived = arrived + sent(compressor, mine, place.group)
+            arrived = arrived + sent(compressor, mine, context.group)
         return given, arrived, error_of(compressor)
 
     per_rank = on_ranks(3, program)
@@ -130,16 +130,16 @@ def test_a_state_of_other_tensors_is_refused(compression: Compression) -> None:
 def test_what_is_not_finite_on_one_rank_arrives_on_all_and_leaves_the_errors_as_they_were(
     bad: float,
 ) -> None:
-    def program(place: RankContext) -> list[tuple[bool, bool]]:
+    def program(context: RankContext) -> list[tuple[bool, bool]]:
         answers = []
         for compression in ALL:
             compressor = compression.compressor(bucket(0, 0), seed=1)
-            sent(compressor, bucket(place.group.rank, 0), place.group)
+            sent(compressor, bucket(context.group.rank, 0), context.group)
             before = compressor.state()
-            tensors = bucket(place.group.rank, 1)
-            if place.group.rank == 1:
+            tensors = bucket(context.group.rank, 1)
+            if context.group.rank == 1:
                 tensors[4][2, 3] = bad
-            swallowed = bool(sent(compressor, tensors, place.group).isfinite().all())
+            swallowed = bool(sent(compressor, tensors, context.group).isfinite().all())
             after = compressor.state()
             before.pop("calls", None), after.pop("calls", None)
             kept = tree_to_bytes(before) == tree_to_bytes(after)
@@ -190,9 +190,9 @@ def test_it_is_the_same_whether_tensors_lie_together_apart_or_transposed(
 
 
 def test_auto_gathers_by_the_backend_where_the_backend_is_made_for_it() -> None:
-    def program(place: RankContext) -> tuple[list[str], bool]:
-        tensors = bucket(place.group.rank, 0)
-        groups = [place.group, Group(dist.new_group(backend="dure"))]
+    def program(context: RankContext) -> tuple[list[str], bool]:
+        tensors = bucket(context.group.rank, 0)
+        groups = [context.group, Group(dist.new_group(backend="dure"))]
         carriers = [carrier("auto", group, torch.empty(9, dtype=torch.uint8)) for group in groups]
         sums = []
         for group in groups:
@@ -205,14 +205,14 @@ def test_auto_gathers_by_the_backend_where_the_backend_is_made_for_it() -> None:
 
 
 def test_a_group_of_torch_will_do_and_a_call_may_run_beside_the_program() -> None:
-    def program(place: RankContext) -> list[Tensor]:
+    def program(context: RankContext) -> list[Tensor]:
         results = []
         for compression in ALL:
-            tensors = bucket(place.group.rank, 0)
+            tensors = bucket(context.group.rank, 0)
             results.append(sent(compression.compressor(tensors, 3), tensors, dist.group.WORLD))
             compressor = compression.compressor(tensors, 3)
-            work = partial(compressor.all_reduce, tensors, place.group)
-            place.group.perform(str(compression), work, tensors[0], async_op=True).wait()
+            work = partial(compressor.all_reduce, tensors, context.group)
+            context.group.perform(str(compression), work, tensors[0], async_op=True).wait()
             results.append(joined(tensors))
         return results
 
@@ -246,7 +246,7 @@ LOSSLESS: list[Compression] = [NoCompression(), TopK(1.0), PowerSGD(4, 0), Power
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_nothing_lost_means_the_path_of_one_worker(ranks: int) -> None:
     per_rank = on_ranks(
-        ranks, lambda place: [trained(compression, place.group) for compression in LOSSLESS]
+        ranks, lambda context: [trained(compression, context.group) for compression in LOSSLESS]
     )
     alone = trained(NoCompression(), Group())
     for results in per_rank:

@@ -36,9 +36,11 @@ def test_at_full_rank_every_sum_is_exact_even_after_gradients_of_lower_rank(
 
 
 def test_full_rank_is_exact_over_ranks_and_all_hold_the_same() -> None:
-    def program(place: RankContext) -> list[Tensor]:
+    def program(context: RankContext) -> list[Tensor]:
         compressor = PowerSGD(99, 0).compressor(bucket(0, 0), 0)
-        return [sent(compressor, bucket(place.group.rank, call), place.group) for call in range(3)]
+        return [
+            sent(compressor, bucket(context.group.rank, call), context.group) for call in range(3)
+        ]
 
     per_rank = on_ranks(3, program)
     for call in range(3):
@@ -53,17 +55,17 @@ def test_full_rank_is_exact_over_ranks_and_all_hold_the_same() -> None:
 
 
 def test_ranks_that_divide_a_gradient_get_what_one_rank_would_have_got() -> None:
-    def program(place: RankContext) -> Tensor:
+    def program(context: RankContext) -> Tensor:
         compressor = PowerSGD(2, 0).compressor([torch.zeros(9, 7, dtype=torch.float64)], 4)
-        calls = [[numbers((9, 7), call) / place.group.size] for call in range(4)]
-        return torch.stack([sent(compressor, call, place.group) for call in calls])
+        calls = [[numbers((9, 7), call) / context.group.size] for call in range(4)]
+        return torch.stack([sent(compressor, call, context.group) for call in calls])
 
     alone, together = on_ranks(1, program)[0], on_ranks(3, program)[2]
     assert float((alone - together).abs().max()) < 1e-12
 
 
 def test_the_first_factors_are_those_of_the_seed() -> None:
-    def program(place: RankContext) -> list[Tensor]:
+    def program(context: RankContext) -> list[Tensor]:
         compressor = PowerSGD(2, 0).compressor([torch.zeros(9, 7)], 4)
         assert isinstance(compressor, PowerSGDCompressor)
         return compressor.factors

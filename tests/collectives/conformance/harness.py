@@ -135,7 +135,7 @@ def need(backend: Backend) -> None:
 def c_core_is_built() -> bool:
     """Whether a group with the C core can be made."""
 
-    def program(place: RankContext) -> bool:
+    def program(context: RankContext) -> bool:
         dist.destroy_process_group(make_group([0, 1], "c", PATIENCE))
         return True
 
@@ -203,14 +203,14 @@ def play(cases: list[Case], backend: Backend, world: int) -> dict[str, dict[str,
     return outcomes
 
 
-def rehearse(cases: list[Case], backend: Backend, place: RankContext) -> None:
+def rehearse(cases: list[Case], backend: Backend, context: RankContext) -> None:
     """On a rank: plays one case after another, and rank 0 reports who failed."""
     world = dist.get_world_size()
     groups: dict[int, Any] = {}
     for number, case in enumerate(cases):
         event = {"unit": "case", "step": number, "name": case.name}
         if dist.get_rank() == 0:
-            place.report(event | {"failures": None})
+            context.report(event | {"failures": None})
         failure, failures = None, [None] * world
         try:
             if case.size not in groups:
@@ -223,7 +223,7 @@ def rehearse(cases: list[Case], backend: Backend, place: RankContext) -> None:
         if any(failures):
             destroy(groups.pop(case.size, None))
         if dist.get_rank() == 0:
-            place.report(event | {"failures": by_text(failures)})
+            context.report(event | {"failures": by_text(failures)})
 
 
 def by_text(failures: list[str | None]) -> dict[str, str]:

@@ -64,7 +64,7 @@ class Scene:
         group."""
         folder, core = self.folder, self.core
 
-        def program(place: RankContext) -> None:
+        def program(context: RankContext) -> None:
             group = make_group([0, 1, 2, 3], core, seconds)
             for _ in range(3):
                 reduce(group)
@@ -243,7 +243,7 @@ def test_a_rank_that_sleeps_is_named_to_those_who_wait(scene: Scene, waiting: st
 def test_receiving_from_anybody_ends_when_nobody_sends(scene: Scene) -> None:
     folder, core = scene.folder, scene.core
 
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         group = make_group([0, 1], core, LIMIT)
         reduce(group)
         if dist.get_rank() == 0:
@@ -316,7 +316,7 @@ def test_the_survivors_make_a_group_of_their_own(scene: Scene) -> None:
 def test_a_stopped_rank_that_wakes_up_is_told_too(scene: Scene) -> None:
     folder, core = scene.folder, scene.core
 
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         group = make_group([0, 1], core, LIMIT)
         reduce(group)
         rank = dist.get_rank()
@@ -339,7 +339,7 @@ def test_a_stopped_rank_that_wakes_up_is_told_too(scene: Scene) -> None:
 def test_two_lost_ranks_end_the_group_for_the_others(scene: Scene) -> None:
     folder, core = scene.folder, scene.core
 
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         group = make_group([0, 1, 2, 3], core, 30)
         reduce(group)
         if dist.get_rank() in (1, 2):
@@ -364,7 +364,7 @@ def test_a_loss_in_one_group_leaves_the_others_alone(scene: Scene) -> None:
     work."""
     folder, core = scene.folder, scene.core
 
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         three, pair = make_group([0, 2, 3], core, 30), make_group([0, 1, 3], core, 30)
         rank = dist.get_rank()
         if rank == 2:
@@ -411,7 +411,7 @@ def test_neither_parent_nor_fork_server_holds_the_memory_of_ranks_that_were_kill
 def test_a_group_that_a_rank_does_not_join_is_not_waited_for_for_ever(scene: Scene) -> None:
     core = scene.core
 
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         if dist.get_rank() == 0:
             with raises(RuntimeError):
                 make_group([0, 1], core, LIMIT, use_local_synchronization=True)
@@ -424,7 +424,7 @@ def test_a_silent_rank_is_noticed_though_others_keep_talking(scene: Scene) -> No
     """Rank 0 waits for a stopped one while the messages of 1 and 3 come in all the time."""
     folder, core = scene.folder, scene.core
 
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         group = make_group([0, 1, 2, 3], core, LIMIT)
         reduce(group)
         rank = dist.get_rank()
@@ -456,7 +456,7 @@ def test_ctrl_c_reaches_a_rank_that_waits_and_the_others_are_told(
 ) -> None:
     folder, core = scene.folder, scene.core
 
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         group = make_group([0, 1, 2, 3], core, 30)
         reduce(group)
         rank = dist.get_rank()
@@ -483,7 +483,7 @@ def test_ctrl_c_reaches_a_rank_that_waits_and_the_others_are_told(
 def test_a_signals_handler_runs_while_a_rank_waits_and_the_call_goes_on(scene: Scene) -> None:
     core = scene.core
 
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         group = make_group([0, 1], core, 30)
         heard: list[float] = []
         began = time.monotonic()

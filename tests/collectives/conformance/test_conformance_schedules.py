@@ -304,7 +304,7 @@ def test_random_schedules_arrive_at_what_their_seeds_say(
     if backend == "gloo":
         count = min(count, 15)  # it is the tests that are tried on it
 
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         player = Player(backend)
         try:
             for seed in range(first, first + count):

@@ -43,7 +43,7 @@ def same_on_both(program: Program, ranks: int = 2, tolerance: float = 0.0) -> No
         )
 
 
-def on_rank(program: Program, place: RankContext) -> Results:
+def on_rank(program: Program, context: RankContext) -> Results:
     torch.manual_seed(0)
     return [result.detach().clone() for result in program()]
 

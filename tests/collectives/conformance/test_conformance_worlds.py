@@ -35,9 +35,9 @@ def summed(n: int = 100) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_world_of_processes_stands_on_it(ranks: int) -> None:
-    def program(place: RankContext) -> tuple[str, list[list[float]]]:
+    def program(context: RankContext) -> tuple[str, list[list[float]]]:
         summed()
-        return dist.get_backend(), place.group.all_gather_values([float(place.group.rank)])
+        return dist.get_backend(), context.group.all_gather_values([float(context.group.rank)])
 
     assert dure.Processes(ranks, 30, "dure").run(program, lambda event: None) == (
         "dure",
@@ -46,7 +46,7 @@ def test_a_world_of_processes_stands_on_it(ranks: int) -> None:
 
 
 def test_it_is_left_and_joined_again() -> None:
-    def program(place: RankContext) -> list[str]:
+    def program(context: RankContext) -> list[str]:
         rank, size = dist.get_rank(), dist.get_world_size()
         store = dist.distributed_c10d._get_default_store()
         backends = []
@@ -72,7 +72,7 @@ def test_it_is_left_and_joined_again() -> None:
 
 
 def test_options_choose_the_core_of_a_world() -> None:
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         from dure.collectives.shared_memory import Options
 
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -92,7 +92,7 @@ def test_options_choose_the_core_of_a_world() -> None:
 def test_a_core_that_there_is_not_is_refused() -> None:
     from dure.collectives.shared_memory import Options
 
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         dist.new_group([0, 1], backend="dure", pg_options=Options(core="rust"))  # type: ignore[arg-type]
 
     with pytest.raises(dure.errors.DureError, match="rust"):

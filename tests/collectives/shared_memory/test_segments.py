@@ -69,7 +69,7 @@ def test_no_memory_outlives_the_ranks(core: Core, deed: str, tmp_path: Path) -> 
     before = {name for name in os.listdir("/dev/shm") if "dure" in name}
     meet = DEEDS[deed]
 
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         rank = dist.get_rank()
         group = dist.new_group(
             backend="dure", timeout=timedelta(seconds=20), pg_options=Options(core=core)

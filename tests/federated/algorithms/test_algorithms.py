@@ -50,8 +50,8 @@ def learner(
     """A learner after so many rounds, to look into."""
     kept: list[FederatedServer] = []
 
-    def program(place: RankContext) -> None:
-        one = strategy.learner(task or small_task(), place, 0)
+    def program(context: RankContext) -> None:
+        one = strategy.learner(task or small_task(), context, 0)
         assert isinstance(one, FederatedServer)
         for _ in range(rounds):
             one.advance(0)

@@ -12,8 +12,8 @@ from small import small_task
 
 
 def test_the_state_of_another_version_is_refused_in_a_line_that_names_it() -> None:
-    def program(place: RankContext) -> None:
-        server = dure.FedAvg(clients=3).learner(small_task(), place, 0)
+    def program(context: RankContext) -> None:
+        server = dure.FedAvg(clients=3).learner(small_task(), context, 0)
         assert isinstance(server, FederatedServer)
         state = server.state()
         server.restore(server.weights(), state)

@@ -45,9 +45,9 @@ TOLERANCE = 1e-12
 def test_every_all_reduce_size_of_bucket_and_way_walks_the_path_of_one_process(ranks: int) -> None:
     combinations = list(itertools.product(ALGORITHMS, SIZES, WAYS))
 
-    def program(place: RankContext) -> list[tuple[float, bytes]]:
+    def program(context: RankContext) -> list[tuple[float, bytes]]:
         return [
-            both(place, all_reduce=algorithm, bucket_bytes=size, overlap=way)
+            both(context, all_reduce=algorithm, bucket_bytes=size, overlap=way)
             for algorithm, size, way in combinations
         ]
 
@@ -87,8 +87,8 @@ class Branches(nn.Module):
 
 
 def test_unused_parameters_need_no_flag_and_keep_no_gradient() -> None:
-    def program(place: RankContext) -> Any:
-        model = DistributedDataParallel(Branches(), place.group)
+    def program(context: RankContext) -> Any:
+        model = DistributedDataParallel(Branches(), context.group)
         alone = Branches()
         found = []
         for step, batch in enumerate(batches(4, 12)):
@@ -98,8 +98,10 @@ def test_unused_parameters_need_no_flag_and_keep_no_gradient() -> None:
             ):
                 (F.cross_entropy(alone(inputs, rank == 0 and step != 2), targets) / 3).backward()
             model.zero_grad()
-            inputs, targets = part(batch, place)
-            F.cross_entropy(model(inputs, place.group.rank == 0 and step != 2), targets).backward()
+            inputs, targets = part(batch, context)
+            F.cross_entropy(
+                model(inputs, context.group.rank == 0 and step != 2), targets
+            ).backward()
             for (name, own), other in zip(
                 model.module.named_parameters(), alone.parameters(), strict=True
             ):
@@ -115,11 +117,11 @@ def test_unused_parameters_need_no_flag_and_keep_no_gradient() -> None:
 
 
 def test_parameters_that_must_be_used_are_named_if_they_are_not() -> None:
-    def program(place: RankContext) -> str:
-        model = DistributedDataParallel(Branches(), place.group, find_unused_parameters=False)
-        inputs, _ = part(batches(1, 4)[0], place)
+    def program(context: RankContext) -> str:
+        model = DistributedDataParallel(Branches(), context.group, find_unused_parameters=False)
+        inputs, _ = part(batches(1, 4)[0], context)
         with pytest.raises(RuntimeError) as caught:
-            model(inputs, place.group.rank == 0).sum().backward()
+            model(inputs, context.group.rank == 0).sum().backward()
         return str(caught.value)
 
     first, second = on_ranks(2, program)
@@ -130,9 +132,9 @@ def test_parameters_that_must_be_used_are_named_if_they_are_not() -> None:
 
 
 def test_gradients_are_accumulated_without_messages_and_summed_once() -> None:
-    def program(place: RankContext) -> Any:
+    def program(context: RankContext) -> Any:
         joint = batches(6, 8)
-        alone, model = network(), DistributedDataParallel(network(), place.group)
+        alone, model = network(), DistributedDataParallel(network(), context.group)
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
         sent = []
         for first in range(0, 6, 3):
@@ -141,14 +143,14 @@ def test_gradients_are_accumulated_without_messages_and_summed_once() -> None:
                     optimizer.zero_grad(set_to_none=not keep)
                 for number in range(first, first + 3):
                     (F.cross_entropy(alone(joint[number][0]), joint[number][1])).backward()
-                    before = place.group.meter.counters.messages_sent
-                    inputs, targets = part(joint[number], place)
+                    before = context.group.meter.counters.messages_sent
+                    inputs, targets = part(joint[number], context)
                     if number < first + 2:
                         with model.no_sync():
                             F.cross_entropy(model(inputs), targets).backward()
                     else:
                         F.cross_entropy(model(inputs), targets).backward()
-                    sent.append(place.group.meter.counters.messages_sent - before)
+                    sent.append(context.group.meter.counters.messages_sent - before)
                 for optimizer in optimizers:
                     optimizer.step()
         return distance(model.module, alone), sent
@@ -177,9 +179,10 @@ def test_two_forwards_one_backward_and_two_backwards_of_one_forward_are_summed_t
         (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
         return loss + (slope * batch[0].shape[0]).square().sum(1).mean()
 
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         return [
-            both(place, loss=loss, bucket_bytes=1)[0] for loss in (twice, again, by_parts, penalty)
+            both(context, loss=loss, bucket_bytes=1)[0]
+            for loss in (twice, again, by_parts, penalty)
         ]
 
     for worst in on_ranks(2, program):
@@ -187,8 +190,8 @@ def test_two_forwards_one_backward_and_two_backwards_of_one_forward_are_summed_t
 
 
 def test_gradients_of_gradients_are_refused() -> None:
-    def program(place: RankContext) -> str:
-        model = DistributedDataParallel(network(), place.group)
+    def program(context: RankContext) -> str:
+        model = DistributedDataParallel(network(), context.group)
         with pytest.raises(RuntimeError) as caught:
             model(batches(1, 4)[0][0]).sum().backward(create_graph=True)
         return str(caught.value)
@@ -230,18 +233,18 @@ class Repeated(nn.Module):
 
 
 def test_checkpointed_layers_are_like_others() -> None:
-    def program(place: RankContext) -> Any:
+    def program(context: RankContext) -> Any:
         makers = [lambda: Checkpointed(False), lambda: Checkpointed(True), Repeated]
         found = [
-            both(place, make, bucket_bytes=1, overlap=way)[0] for make in makers for way in WAYS
+            both(context, make, bucket_bytes=1, overlap=way)[0] for make in makers for way in WAYS
         ]
-        model = DistributedDataParallel(Repeated(), place.group, bucket_bytes=1, overlap="beside")
-        train(model, [part(batch, place) for batch in batches(2, 4)])
+        model = DistributedDataParallel(Repeated(), context.group, bucket_bytes=1, overlap="beside")
+        train(model, [part(batch, context) for batch in batches(2, 4)])
         model.module.times = 3
         with pytest.raises(
             RuntimeError, match="accumulated 3 times in a backward pass, but 2 in the first"
         ):
-            train(model, [part(batch, place) for batch in batches(1, 4)])
+            train(model, [part(batch, context) for batch in batches(1, 4)])
         return found
 
     for worst in on_ranks(2, program):
@@ -249,14 +252,14 @@ def test_checkpointed_layers_are_like_others() -> None:
 
 
 def test_parameters_may_be_frozen_and_unfrozen_between_steps() -> None:
-    def program(place: RankContext) -> float:
+    def program(context: RankContext) -> float:
         alone = network()
-        model = DistributedDataParallel(copy.deepcopy(alone), place.group, bucket_bytes=1)
+        model = DistributedDataParallel(copy.deepcopy(alone), context.group, bucket_bytes=1)
         for trainable in (True, False, True):
             for each in (alone, model.module):
                 each[0].requires_grad_(trainable)  # type: ignore[index]
             train(alone, batches(2, 4))
-            train(model, [part(batch, place) for batch in batches(2, 4)])
+            train(model, [part(batch, context) for batch in batches(2, 4)])
         return distance(model.module, alone)
 
     assert max(on_ranks(2, program)) < TOLERANCE
@@ -285,9 +288,9 @@ class ManyKinds(nn.Module):
 
 
 def test_parameters_of_several_dtypes_layouts_and_sparse_gradients_are_summed() -> None:
-    def program(place: RankContext) -> Any:
-        model = DistributedDataParallel(ManyKinds(), place.group, bucket_bytes=64)
-        train(model, [part(batch, place) for batch in batches(3, 8)])
+    def program(context: RankContext) -> Any:
+        model = DistributedDataParallel(ManyKinds(), context.group, bucket_bytes=64)
+        train(model, [part(batch, context) for batch in batches(3, 8)])
         alone = ManyKinds()
         train(alone, batches(3, 8))
         kept = [
@@ -312,9 +315,9 @@ def test_autocast_and_clipping_by_the_global_norm_work_as_on_one_process() -> No
         with torch.autocast("cpu", torch.bfloat16):
             return F.cross_entropy(model(batch[0].float()), batch[1])
 
-    def program(place: RankContext) -> Any:
-        clipped = both(place, clip=0.05, bucket_bytes=700)[0]
-        rounded, bits = both(place, lambda: network().float(), loss=halved)
+    def program(context: RankContext) -> Any:
+        clipped = both(context, clip=0.05, bucket_bytes=700)[0]
+        rounded, bits = both(context, lambda: network().float(), loss=halved)
         return clipped, rounded, bits
 
     (clipped, rounded, bits), other = on_ranks(2, program)
@@ -327,16 +330,16 @@ def test_autocast_and_clipping_by_the_global_norm_work_as_on_one_process() -> No
 def test_long_gradients_are_summed_where_they_are_or_where_they_were_computed(backend: Any) -> None:
     width = 180_000
 
-    def program(place: RankContext) -> Any:
+    def program(context: RankContext) -> Any:
         def wide() -> nn.Module:
             torch.manual_seed(0)
             return nn.Sequential(
                 nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, CLASSES)
             ).double()
 
-        found = [both(place, wide, overlap=way)[0] for way in WAYS]
-        model = DistributedDataParallel(wide(), place.group)
-        train(model, [part(batch, place) for batch in batches(2, 4)])
+        found = [both(context, wide, overlap=way)[0] for way in WAYS]
+        model = DistributedDataParallel(wide(), context.group)
+        train(model, [part(batch, context) for batch in batches(2, 4)])
         return max(found), model.reducer.lengths()
 
     for worst, lengths in on_ranks(2, program, backend):
@@ -352,9 +355,9 @@ def test_long_gradients_are_summed_where_they_are_or_where_they_were_computed(ba
 def test_compression_that_leaves_nothing_out_changes_nothing() -> None:
     compressions = [TopK(1.0), PowerSGD(rank=12, min_compression=0)]
 
-    def program(place: RankContext) -> list[tuple[float, bytes]]:
+    def program(context: RankContext) -> list[tuple[float, bytes]]:
         return [
-            both(place, compression=each, bucket_bytes=size)
+            both(context, compression=each, bucket_bytes=size)
             for each in compressions
             for size in (1, 700, None)
         ]
@@ -365,12 +368,12 @@ def test_compression_that_leaves_nothing_out_changes_nothing() -> None:
 
 
 def test_a_static_graph_sends_gradients_and_nothing_else() -> None:
-    def program(place: RankContext) -> Any:
-        model = DistributedDataParallel(network(), place.group, static_graph=True)
+    def program(context: RankContext) -> Any:
+        model = DistributedDataParallel(network(), context.group, static_graph=True)
         with pytest.raises(ValueError, match="static_graph"), model.join():
             pass
         return (
-            *both(place, static_graph=True, bucket_bytes=1),
+            *both(context, static_graph=True, bucket_bytes=1),
             train(model, batches(2, 4)),
             model.reducer.lengths(),
         )
@@ -396,13 +399,13 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("static", [False, True])
 def test_buffers_are_rank_0_s_or_everybody_s_own(static: bool) -> None:
-    def program(place: RankContext) -> Any:
+    def program(context: RankContext) -> Any:
         found = []
         for shared in (True, False):
             model = DistributedDataParallel(
-                Normed(), place.group, broadcast_buffers=shared, static_graph=static
+                Normed(), context.group, broadcast_buffers=shared, static_graph=static
             )
-            train(model, [part(batch, place) for batch in batches(3, 8)])
+            train(model, [part(batch, context) for batch in batches(3, 8)])
             found.append(
                 (vector(model.module).numpy().tobytes(), model.module.norm.running_mean.tolist())
             )
@@ -420,18 +423,18 @@ def test_ranks_that_run_out_of_data_shadow_the_others_until_all_are_through(
 ) -> None:
     steps = (2, 5, 0)
 
-    def program(place: RankContext) -> Any:
-        model = DistributedDataParallel(Normed(), place.group, bucket_bytes=1)
+    def program(context: RankContext) -> Any:
+        model = DistributedDataParallel(Normed(), context.group, bucket_bytes=1)
         data = batches(5, 12)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with model.join(divide_by_initial_world_size=divides_by_all):
-            for inputs, targets in [part(batch, place) for batch in data][
-                : steps[place.group.rank]
+            for inputs, targets in [part(batch, context) for batch in data][
+                : steps[context.group.rank]
             ]:
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
-        train(model, [part(batch, place) for batch in data[:1]])  # all are in step again
+        train(model, [part(batch, context) for batch in data[:1]])  # all are in step again
         alone = Normed()
         parts = [
             [tuple(each.tensor_split(3)[rank] for each in batch) for rank in range(3)]
@@ -465,11 +468,12 @@ def test_ranks_that_run_out_of_data_shadow_the_others_until_all_are_through(
 
 @pytest.mark.parametrize("whose", ["dure", "gloo", "torch's own gloo"])
 def test_uneven_data_without_join_names_the_rank_that_has_ended(whose: str) -> None:
-    def program(place: RankContext) -> None:
-        group = dist.group.WORLD if whose == "torch's own gloo" else place.group
+    def program(context: RankContext) -> None:
+        group = dist.group.WORLD if whose == "torch's own gloo" else context.group
         model = DistributedDataParallel(network(), group)
         train(
-            model, [part(batch, place) for batch in batches(4 if place.group.rank == 0 else 2, 4)]
+            model,
+            [part(batch, context) for batch in batches(4 if context.group.rank == 0 else 2, 4)],
         )
 
     backend: Any = "dure" if whose == "dure" else "gloo"
@@ -479,10 +483,10 @@ def test_uneven_data_without_join_names_the_rank_that_has_ended(whose: str) -> N
 
 
 def test_models_that_differ_are_refused_everywhere() -> None:
-    def program(place: RankContext) -> str:
-        model = nn.Linear(FEATURES, 2 + (place.group.rank == 1))
+    def program(context: RankContext) -> str:
+        model = nn.Linear(FEATURES, 2 + (context.group.rank == 1))
         with pytest.raises(ValueError, match="has other") as caught:
-            DistributedDataParallel(model, place.group)
+            DistributedDataParallel(model, context.group)
         return str(caught.value)
 
     assert (
@@ -508,14 +512,14 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_it_wraps_any_group_of_torch_and_leaves_a_plain_state() -> None:
-    def program(place: RankContext) -> Any:
+    def program(context: RankContext) -> Any:
         found = []
         for ranks in ([0, 1], [0, 2]):
             group = dist.new_group(ranks, backend="gloo")
-            if place.group.rank in ranks:
+            if context.group.rank in ranks:
                 model = DistributedDataParallel(network(), group)
                 inputs, targets = batches(1, 8)[0]
-                index = ranks.index(place.group.rank)
+                index = ranks.index(context.group.rank)
                 train(model, [(inputs.chunk(2)[index], targets.chunk(2)[index])])
                 alone = network()
                 train(alone, [(inputs, targets)])
@@ -529,15 +533,15 @@ def test_it_wraps_any_group_of_torch_and_leaves_a_plain_state() -> None:
 
 
 def test_a_wrapper_that_is_gone_sums_nothing_any_more() -> None:
-    def program(place: RankContext) -> Any:
+    def program(context: RankContext) -> Any:
         module = network()
-        first = DistributedDataParallel(module, place.group)
-        train(first, [part(batch, place) for batch in batches(1, 4)])
+        first = DistributedDataParallel(module, context.group)
+        train(first, [part(batch, context) for batch in batches(1, 4)])
         del first
-        model = DistributedDataParallel(module, place.group)
-        before = place.group.meter.counters.messages_sent
-        train(model, [part(batch, place) for batch in batches(3, 4)])
-        return place.group.meter.counters.messages_sent - before
+        model = DistributedDataParallel(module, context.group)
+        before = context.group.meter.counters.messages_sent
+        train(model, [part(batch, context) for batch in batches(3, 4)])
+        return context.group.meter.counters.messages_sent - before
 
     assert on_ranks(2, program) == [3, 3]
 
@@ -556,9 +560,11 @@ class Fails(torch.autograd.Function):
 def test_a_backward_that_fails_is_no_trap_unless_part_of_it_has_left(
     size: int | None, sent: bool
 ) -> None:
-    def program(place: RankContext) -> str:
-        model = DistributedDataParallel(network(), place.group, bucket_bytes=size, overlap="beside")
-        data = [part(batch, place) for batch in batches(3, 4)]
+    def program(context: RankContext) -> str:
+        model = DistributedDataParallel(
+            network(), context.group, bucket_bytes=size, overlap="beside"
+        )
+        data = [part(batch, context) for batch in batches(3, 4)]
         train(model, data)
         layers = model.module
         broken = nn.Sequential(layers[:3], Branch(), layers[3:])  # type: ignore[index]
@@ -608,22 +614,22 @@ class Waits(nn.Module):
 
 @pytest.mark.parametrize("algorithm", ["native", "ring"])
 def test_an_all_reduce_runs_beside_backward_and_what_was_hidden_is_measured(algorithm: Any) -> None:
-    def program(place: RankContext) -> Any:
+    def program(context: RankContext) -> Any:
         layers = nn.Sequential(nn.Linear(FEATURES, 8), Waits(), nn.Linear(8, CLASSES)).double()
         model = DistributedDataParallel(
             layers,
-            place.group,
+            context.group,
             all_reduce=algorithm,
             overlap="beside",
             bucket_bytes=8 * (8 + 1) * CLASSES,
         )
         StandsStill.steps = 4
-        train(model, [part(batch, place) for batch in batches(4, 4)])
+        train(model, [part(batch, context) for batch in batches(4, 4)])
         first = next(transfer for transfer in model.reducer.transfers if transfer.number == 0)
         return (
             first.end < model.reducer.computed,
             model.hidden_share,
-            place.group.meter.counters.hidden_seconds,
+            context.group.meter.counters.hidden_seconds,
         )
 
     for beside, share, seconds in on_ranks(2, program):

@@ -32,8 +32,8 @@ def on_two_hosts(hosts: TwoHosts, body: Callable[[RankContext], Any]) -> list[An
     """What `body` returns on two ranks, each on a host of its own, in a group of the backend
     dure."""
 
-    def program(place: RankContext) -> list[Any]:
-        rank, patience = place.group.rank, timedelta(seconds=20)
+    def program(context: RankContext) -> list[Any]:
+        rank, patience = context.group.rank, timedelta(seconds=20)
         told: list[Any] = [None]
         if rank == 0:
             hosts.enter(0)
@@ -48,7 +48,7 @@ def on_two_hosts(hosts: TwoHosts, body: Callable[[RankContext], Any]) -> list[An
         dist.destroy_process_group()
         dist.init_process_group("dure", store=store, rank=rank, world_size=2, timeout=patience)
         results: list[Any] = [None, None]
-        dist.all_gather_object(results, body(replace(place, group=Group.default())))
+        dist.all_gather_object(results, body(replace(context, group=Group.default())))
         dist.destroy_process_group()
         return results
 
@@ -57,9 +57,9 @@ def on_two_hosts(hosts: TwoHosts, body: Callable[[RankContext], Any]) -> list[An
 
 
 def test_hosts_walk_the_path_of_one_process_with_any_buckets(hosts: TwoHosts) -> None:
-    def body(place: RankContext) -> list[tuple[float, bytes]]:
-        results = [both(place, steps=8, bucket_bytes=size) for size in (1, 600, None)]
-        return [*results, both(place, steps=8, bucket_bytes=1, all_reduce="ring")]
+    def body(context: RankContext) -> list[tuple[float, bytes]]:
+        results = [both(context, steps=8, bucket_bytes=size) for size in (1, 600, None)]
+        return [*results, both(context, steps=8, bucket_bytes=1, all_reduce="ring")]
 
     first, second = on_two_hosts(hosts, body)
     for (far, bits), (_, other) in zip(first, second, strict=True):
@@ -69,23 +69,25 @@ def test_hosts_walk_the_path_of_one_process_with_any_buckets(hosts: TwoHosts) ->
 
 
 def test_zero_walks_the_path_of_one_process_too(hosts: TwoHosts) -> None:
-    def body(place: RankContext) -> list[tuple[float, bool, bytes, list[int]]]:
+    def body(context: RankContext) -> list[tuple[float, bool, bytes, list[int]]]:
         joint, alone, results = batches(5, 8), network(), []
         train(alone, joint)
         for stage, overlap in [(1, False), (1, True), (2, False), (2, True), (3, False)]:
             model = network()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             zero = ZeroRedundancy(
-                model, optimizer, stage, place.group, units=60, overlap_gather=overlap
+                model, optimizer, stage, context.group, units=60, overlap_gather=overlap
             )
             sent = []
             for batch in joint:
-                before = place.group.meter.counters.bytes_sent
-                inputs, targets = part(batch, place)
+                before = context.group.meter.counters.bytes_sent
+                inputs, targets = part(batch, context)
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
-                sent.append(place.group.meter.counters.bytes_sent - before - zero.bytes_per_step())
+                sent.append(
+                    context.group.meter.counters.bytes_sent - before - zero.bytes_per_step()
+                )
             whole = network()
             whole.load_state_dict(zero.state_dict(everywhere=True))
             results.append(
@@ -107,9 +109,9 @@ def test_zero_walks_the_path_of_one_process_too(hosts: TwoHosts) -> None:
 
 
 def test_transfers_follow_each_other_and_are_all_told(hosts: TwoHosts) -> None:
-    def body(place: RankContext) -> list[tuple[int, float, float]]:
-        model = DistributedDataParallel(network(), place.group, bucket_bytes=1)
-        train(model, [part(batch, place) for batch in batches(3, 8)])
+    def body(context: RankContext) -> list[tuple[int, float, float]]:
+        model = DistributedDataParallel(network(), context.group, bucket_bytes=1)
+        train(model, [part(batch, context) for batch in batches(3, 8)])
         return [
             (transfer.number, transfer.start, transfer.end) for transfer in model.reducer.transfers
         ]

@@ -43,7 +43,7 @@ def plain(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def apart(
-    place: RankContext,
+    context: RankContext,
     model: Callable[[], nn.Module],
     own: Callable[[Any], Any],
     loss: Loss,
@@ -53,7 +53,7 @@ def apart(
     optimizer is given."""
     alone, divided = seeded(model), seeded(model)
     one, many = (torch.optim.SGD(own(each), lr=0.1) for each in (alone, divided))
-    zero = ZeroRedundancy(divided, many, process_group=place.group, **options)
+    zero = ZeroRedundancy(divided, many, process_group=context.group, **options)
     given = examples(16)
     inputs, targets = given.inputs, given.targets
     for _ in range(3):
@@ -62,7 +62,7 @@ def apart(
         one.step()
         divided.zero_grad()
         loss(
-            divided, inputs.chunk(2)[place.group.rank], targets.chunk(2)[place.group.rank]
+            divided, inputs.chunk(2)[context.group.rank], targets.chunk(2)[context.group.rank]
         ).backward()
         many.step()
     state = zero.state_dict(everywhere=True)
@@ -128,14 +128,14 @@ def test_graphs_and_views_that_outlive_a_module(
 
 
 def test_a_checkpoint_stays_whole_when_the_next_one_is_interrupted(tmp_path: Path) -> None:
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         model = seeded(layers)
-        zero = ZeroRedundancy(model, partial(torch.optim.SGD, lr=0.1), process_group=place.group)
+        zero = ZeroRedundancy(model, partial(torch.optim.SGD, lr=0.1), process_group=context.group)
         zero.save(tmp_path)
         with zero.gathered(), torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1)
-        if place.group.rank == 1:
+        if context.group.rank == 1:
             checkpoint.write_atomically = _fails  # type: ignore[attr-defined]
         zero.save(tmp_path)
 

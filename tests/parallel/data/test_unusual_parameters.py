@@ -24,10 +24,11 @@ from small import CLASSES, FEATURES, largest_difference, small_task
 
 
 def on_ranks(ranks: int, program: Callable[[RankContext], Any]) -> list[Any]:
-    def gathered(place: RankContext) -> list[Any]:
+    def gathered(context: RankContext) -> list[Any]:
         torch.set_num_threads(1)
         return [
-            pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
+            pickle.loads(part)
+            for part in context.group.gather_bytes(pickle.dumps(program(context)))
         ]
 
     result: list[Any] = dure.Processes(ranks, deadline=120).run(gathered, lambda event: None)
@@ -45,7 +46,7 @@ def train(task: dure.Task, strategy: Any, world: Any = None, steps: int = 4) -> 
 
 @pytest.mark.parametrize("rows", [1024, 1000])
 def test_as_many_examples_as_a_long_layer_has_outputs(rows: int) -> None:
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         torch.manual_seed(0)
         layers = [
             nn.Linear(1024, 1024),
@@ -56,14 +57,14 @@ def test_as_many_examples_as_a_long_layer_has_outputs(rows: int) -> None:
         ]
         model = nn.Sequential(*layers)
         alone = copy.deepcopy(model)
-        divided = DistributedDataParallel(model, place.group, overlap="beside")
+        divided = DistributedDataParallel(model, context.group, overlap="beside")
         apart = []
         for step in range(3):
             inputs = torch.randn(2 * rows, 1024, generator=torch.Generator().manual_seed(step))
             alone.zero_grad()
             alone(inputs).square().mean().backward()
             divided.zero_grad()
-            divided(inputs.chunk(2)[place.group.rank]).square().mean().backward()
+            divided(inputs.chunk(2)[context.group.rank]).square().mean().backward()
             pairs = zip(model.parameters(), alone.parameters(), strict=True)
             apart += [float((p.grad - q.grad).norm() / q.grad.norm()) for p, q in pairs]  # type: ignore[operator,union-attr]
         return apart
@@ -174,8 +175,8 @@ class Conjugated(nn.Module):
     ],
 )
 def test_views_that_are_yet_to_be_conjugated(strategy: Any, backend: Any) -> None:
-    def program(place: RankContext) -> dict[str, Tensor]:
-        learner = strategy.learner(small_task(lr=0.01, model=Conjugated, test=None), place, 0)
+    def program(context: RankContext) -> dict[str, Tensor]:
+        learner = strategy.learner(small_task(lr=0.01, model=Conjugated, test=None), context, 0)
         for _ in range(3):
             learner.advance(0)
         found: dict[str, Tensor] = learner.weights()
@@ -184,7 +185,7 @@ def test_views_that_are_yet_to_be_conjugated(strategy: Any, backend: Any) -> Non
     def ranks(number: int) -> dict[str, Tensor]:
         kept: list[Any] = []
         world = dure.Processes(number, deadline=120, backend=backend)
-        packed = world.run(lambda place: pickle.dumps(program(place)), kept.append)
+        packed = world.run(lambda context: pickle.dumps(program(context)), kept.append)
         found: dict[str, Tensor] = pickle.loads(packed)
         return found
 
@@ -251,12 +252,12 @@ def test_a_rank_without_examples_while_buckets_are_tried() -> None:
 
 
 def test_what_compression_remembers_of_a_parameter_arrives_though_nobody_uses_it() -> None:
-    def program(place: RankContext) -> tuple[float, float]:
+    def program(context: RankContext) -> tuple[float, float]:
         used, seldom = nn.Linear(30, 30).double(), nn.Linear(30, 30).double()
         both = nn.ModuleList([used, seldom])
         both.forward = lambda x, with_both: used(x) + seldom(x) if with_both else used(x)  # type: ignore[method-assign]
         divided = DistributedDataParallel(
-            both, place.group, compression=TopK(0.3), bucket_bytes=1 << 30
+            both, context.group, compression=TopK(0.3), bucket_bytes=1 << 30
         )
         arrived, right = torch.zeros(30, 30).double(), torch.zeros(30, 30).double()
         for step in range(40):

@@ -122,10 +122,10 @@ def test_dropout_is_the_same_whatever_the_stages_and_in_one_micro_batch_that_of_
 def test_stages_on_other_devices_draw_other_numbers() -> None:
     found: dict[torch.device, list[int]] = {}
 
-    def program(place: RankContext) -> None:
-        with place.ending:
+    def program(context: RankContext) -> None:
+        with context.ending:
             learner = LayersPerCoreLearner(
-                small_task(model=dropping), place, 5, dure.LayersPerCore(8, 2)
+                small_task(model=dropping), context, 5, dure.LayersPerCore(8, 2)
             )
         cpu, first, second = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1"))
         learner.chain.devices = [cpu, first, second, first]

@@ -95,12 +95,12 @@ def test_a_wrong_plan_trains_where_the_user_asks_for_no_check() -> None:
 
 
 def test_a_plan_that_memory_is_too_short_for_is_not_tried_and_the_run_says_so() -> None:
-    def program(place: RankContext) -> Any:
+    def program(context: RankContext) -> Any:
         # As little is free on one rank alone.
-        if place.group.rank == 1:
+        if context.group.rank == 1:
             proof.available_memory = lambda: 100
-        learner = ParallelLearner(task(), place, 0, MESHES[0])
-        return [one.what for one in learner.proofs], place.group.meter.counters.bytes_sent
+        learner = ParallelLearner(task(), context, 0, MESHES[0])
+        return [one.what for one in learner.proofs], context.group.meter.counters.bytes_sent
 
     for (what,), sent in on_ranks(2, program):
         assert sent == 0, "nothing is trained yet"

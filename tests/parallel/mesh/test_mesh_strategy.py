@@ -76,14 +76,14 @@ def alone(
 
 
 def trained(
-    place: RankContext,
+    context: RankContext,
     strategy: Parallel,
     steps: int = STEPS,
     dropout: float = 0.0,
     count: int = 50,
     clip_norm: float | None = None,
 ) -> ParallelLearner:
-    learner = ParallelLearner(task(dropout, count, clip_norm), place, 0, strategy)
+    learner = ParallelLearner(task(dropout, count, clip_norm), context, 0, strategy)
     go_on(learner, steps)
     return learner
 
@@ -93,13 +93,15 @@ def go_on(learner: ParallelLearner, steps: int) -> None:
         learner.advance(0)
 
 
-def saved(learner: ParallelLearner, place: RankContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def saved(
+    learner: ParallelLearner, context: RankContext
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The whole checkpoint, on every rank, as the driver writes and reads it."""
     state = learner.state()
     weights = learner.weights()
-    parts = place.group.gather_bytes(tree_to_bytes(learner.part()))
+    parts = context.group.gather_bytes(tree_to_bytes(learner.part()))
     packed = tree_to_bytes([weights, {**state, "parts": [tree_from_bytes(part) for part in parts]}])
-    weights, state = tree_from_bytes(place.group.broadcast_bytes(packed))
+    weights, state = tree_from_bytes(context.group.broadcast_bytes(packed))
     return weights, state
 
 
@@ -124,8 +126,8 @@ PAIRS = [(FOUR[0], FOUR[1]), (FOUR[1], FOUR[7]), (FOUR[7], FOUR[5])]
 
 
 def test_every_mesh_of_four_walks_the_path_of_one_worker():
-    def program(place: RankContext) -> list[Any]:
-        learners = [trained(place, strategy, count=48) for strategy in FOUR]
+    def program(context: RankContext) -> list[Any]:
+        learners = [trained(context, strategy, count=48) for strategy in FOUR]
         evaluated = [
             learner.evaluate()["test_loss"] for learner in learners[::2]
         ]  # each traces its model once more
@@ -141,8 +143,8 @@ def test_every_mesh_of_four_walks_the_path_of_one_worker():
 def test_eight_ranks_with_everything_at_once_clip_by_the_whole_norm():
     strategy = Parallel(Mesh(2, 2, 2), BATCH, 2, zero=1, sequence=True)
 
-    def program(place: RankContext) -> Any:
-        return trained(place, strategy, clip_norm=0.3).weights()
+    def program(context: RankContext) -> Any:
+        return trained(context, strategy, clip_norm=0.3).weights()
 
     assert distance(on_ranks(8, program, deadline=120)[0], alone(clip_norm=0.3)[0]) < 1e-10
 
@@ -150,7 +152,7 @@ def test_eight_ranks_with_everything_at_once_clip_by_the_whole_norm():
 def test_stages_of_divided_sequences_send_shards_and_draw_for_themselves_alike_in_every_schedule():
     """Shards of half a sequence: half the bytes. On shards ranks draw apart, elsewhere alike."""
 
-    def program(place: RankContext) -> list[Any]:
+    def program(context: RankContext) -> list[Any]:
         keys: list[tuple[Any, ...]] = []
         derive = rng.derive
         rng.derive = lambda seed, *key: (keys.append(key), derive(seed, *key))[1]
@@ -158,7 +160,11 @@ def test_stages_of_divided_sequences_send_shards_and_draw_for_themselves_alike_i
         for schedule in ("1f1b", "gpipe", "naive"):
             keys.clear()
             learner = trained(
-                place, Parallel(Mesh(1, 2, 2), BATCH, 2, schedule, sequence=True), 3, 0.3, count=48
+                context,
+                Parallel(Mesh(1, 2, 2), BATCH, 2, schedule, sequence=True),
+                3,
+                0.3,
+                count=48,
             )
             apart = {
                 key[4:] for key in keys if key[0] == "micro-batch" and key[3] >= 0
@@ -197,8 +203,8 @@ DIVIDED = [
 def test_gradients_and_parameters_are_divided_where_ranks_have_fewer_micro_batches_or_none():
     """49 texts: batches of 16, four for each rank in three micro-batches, and a batch of one."""
 
-    def program(place: RankContext) -> list[Any]:
-        learners = [trained(place, strategy, 5, count=49, clip_norm=0.3) for strategy in DIVIDED]
+    def program(context: RankContext) -> list[Any]:
+        learners = [trained(context, strategy, 5, count=49, clip_norm=0.3) for strategy in DIVIDED]
         return [(learner.evaluate()["test_loss"], learner.weights()) for learner in learners]
 
     right, loss = alone(clip_norm=0.3, steps=5, count=49)
@@ -219,9 +225,9 @@ def partly_frozen() -> Transformer:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_holds_and_sends_what_zero_says(stage: Any):
-    def program(place: RankContext) -> tuple[dict[str, int], int, int]:
+    def program(context: RankContext) -> tuple[dict[str, int], int, int]:
         partly = dataclasses.replace(task(count=48), model=partly_frozen)
-        learner = ParallelLearner(partly, place, 0, Parallel(Mesh(2), BATCH, 1, zero=stage))
+        learner = ParallelLearner(partly, context, 0, Parallel(Mesh(2), BATCH, 1, zero=stage))
         go_on(learner, 2)
         assert learner.held.zero is not None
         counters = learner.group.meter.counters
@@ -245,13 +251,13 @@ def test_a_rank_holds_and_sends_what_zero_says(stage: Any):
 
 
 def test_a_checkpoint_loads_onto_any_other_mesh():
-    def program(place: RankContext) -> list[Any]:
+    def program(context: RankContext) -> list[Any]:
         found = []
         for first, second in PAIRS:
-            before = trained(place, first, STEPS // 2)
-            weights, state = saved(before, place)
+            before = trained(context, first, STEPS // 2)
+            weights, state = saved(before, context)
             after = ParallelLearner(
-                task(), place, 1, second
+                task(), context, 1, second
             )  # other weights, which the checkpoint replaces
             after.seed = 0
             after.batches = before.batches
@@ -266,8 +272,8 @@ def test_a_checkpoint_loads_onto_any_other_mesh():
 
 
 def test_ranks_that_hold_the_same_parameters_keep_them_equal_with_dropout():
-    def program(place: RankContext) -> Any:
-        learner = trained(place, Parallel(Mesh(2, 1, 2), BATCH, 2), 4, dropout=0.2)
+    def program(context: RankContext) -> Any:
+        learner = trained(context, Parallel(Mesh(2, 1, 2), BATCH, 2), 4, dropout=0.2)
         return learner.at, {name: p.detach().clone() for name, p in learner.held.parameters.items()}
 
     found = dict(on_ranks(4, program, deadline=120))
@@ -311,8 +317,8 @@ def test_a_language_model_of_hugging_face_on_meshes() -> None:
     )  # here, so that not every rank does it
     speaking = dure.Task(Speaker, F.cross_entropy, texts(32), texts(BATCH), torch.optim.AdamW)
 
-    def program(place: RankContext) -> list[Any]:
-        learners = [ParallelLearner(speaking, place, 0, strategy) for strategy in SPEAKING]
+    def program(context: RankContext) -> list[Any]:
+        learners = [ParallelLearner(speaking, context, 0, strategy) for strategy in SPEAKING]
         for learner in learners:
             go_on(learner, 4)
         return [(learner.evaluate()["test_loss"], learner.weights()) for learner in learners]

@@ -37,12 +37,13 @@ def on_ranks(
 ) -> list[Any]:
     """What `program` returns on every rank, in order of rank."""
 
-    def gathered(place: RankContext) -> list[Any]:
+    def gathered(context: RankContext) -> list[Any]:
         torch.set_num_threads(
             1
         )  # a rank alone would have all cores, on which some sums are rounded differently
         return [
-            pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
+            pickle.loads(part)
+            for part in context.group.gather_bytes(pickle.dumps(program(context)))
         ]
 
     result: list[Any] = dure.Processes(ranks, deadline=deadline, backend=backend).run(
@@ -106,15 +107,15 @@ def alone(task: dure.Task, strategy: Parallel, steps: int, seed: int = 0) -> Pat
 
 
 def walk(
-    place: RankContext, task: dure.Task, strategy: Parallel, steps: int, seed: int = 0
+    context: RankContext, task: dure.Task, strategy: Parallel, steps: int, seed: int = 0
 ) -> tuple[Path, ParallelLearner]:
     """The same on the ranks, whole on rank 0."""
-    learner = ParallelLearner(task, place, seed, strategy)
-    place.group.step = "step"
+    learner = ParallelLearner(task, context, seed, strategy)
+    context.group.step = "step"
     losses = [learner.advance(0).loss for _ in range(steps)]
     mine = {name: p.grad for name, p in learner.held.parameters.items() if p.grad is not None}
     gradients: dict[str, Tensor] = {}
-    for part in place.group.gather_bytes(pickle.dumps(mine)):
+    for part in context.group.gather_bytes(pickle.dumps(mine)):
         gradients |= pickle.loads(part)
     state = dict(learner.weights()) | learner.state()["buffers"]
     return Path(state, gradients, losses, learner.evaluate()), learner
@@ -138,11 +139,11 @@ def distance(one: Path, other: Path) -> float:
 
 
 def compare(
-    place: RankContext, task: dure.Task, strategy: Parallel, steps: int = 4, seed: int = 0
+    context: RankContext, task: dure.Task, strategy: Parallel, steps: int = 4, seed: int = 0
 ) -> float:
     """How far the pipeline's path is from the undivided model's, on rank 0; 0 elsewhere."""
-    path, _ = walk(place, task, strategy, steps, seed)
-    if place.group.rank > 0:
+    path, _ = walk(context, task, strategy, steps, seed)
+    if context.group.rank > 0:
         return 0.0
     return distance(path, alone(task, strategy, steps, seed))
 
@@ -164,7 +165,7 @@ def traced_once(make: Callable[[], nn.Module]) -> Iterator[None]:
             traces[key] = super()._traced(examples, training)
             return traces[key]
 
-    def fresh(place: RankContext, task: dure.Task, seed: int) -> nn.Module:
+    def fresh(context: RankContext, task: dure.Task, seed: int) -> nn.Module:
         new = seeded_model(task, seed)
         with torch.no_grad():
             for own, other in zip(_tensors(model), _tensors(new), strict=True):
@@ -182,6 +183,6 @@ def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def pipeline(place: RankContext, **options: Any) -> Parallel:
+def pipeline(context: RankContext, **options: Any) -> Parallel:
     """On all ranks."""
-    return Parallel(Mesh(pipeline=place.group.size), **{"batch_size": 8, **options})
+    return Parallel(Mesh(pipeline=context.group.size), **{"batch_size": 8, **options})

@@ -83,9 +83,9 @@ def test_one_micro_batch_has_the_bits_of_one_worker() -> None:
         dure.train(make(), dure.SingleWorker(8), stop=dure.Stop(steps=4), seed=2) for make in made
     ]
 
-    def program(place: RankContext) -> list[dict[str, Tensor]]:
-        strategy = pipeline(place, schedule="naive", recompute=True)
-        return [walk(place, make(), strategy, 4, seed=2)[0].state for make in made]
+    def program(context: RankContext) -> list[dict[str, Tensor]]:
+        strategy = pipeline(context, schedule="naive", recompute=True)
+        return [walk(context, make(), strategy, 4, seed=2)[0].state for make in made]
 
     for ranks in (1, 3):
         for state, one in zip(on_ranks(ranks, program)[0], ones, strict=True):
@@ -93,14 +93,14 @@ def test_one_micro_batch_has_the_bits_of_one_worker() -> None:
 
 
 def test_the_state_of_the_generator_travels_with_the_values() -> None:
-    def program(place: RankContext) -> tuple[int, int]:
-        _, learner = walk(place, texts(), pipeline(place, schedule="naive"), 1)
+    def program(context: RankContext) -> tuple[int, int]:
+        _, learner = walk(context, texts(), pipeline(context, schedule="naive"), 1)
         cut = learner.held.cut
         assert isinstance(cut, CutModel)
         there, back = cut.message_bytes(0, 8)
         return (
-            place.group.meter.counters.bytes_sent,
-            there + STATE_BYTES if place.group.rank == 0 else back,
+            context.group.meter.counters.bytes_sent,
+            there + STATE_BYTES if context.group.rank == 0 else back,
         )
 
     for sent, expected in on_ranks(2, program):
@@ -116,10 +116,10 @@ def test_several_micro_batches_draw_the_same_wherever_they_are() -> None:
         {"schedule": "zero-bubble-v", "recompute": True},
     ]
 
-    def program(place: RankContext) -> list[dict[str, Tensor]]:
-        chosen = options if place.group.size == 2 else [{"schedule": "gpipe"}]
+    def program(context: RankContext) -> list[dict[str, Tensor]]:
+        chosen = options if context.group.size == 2 else [{"schedule": "gpipe"}]
         return [
-            walk(place, texts(), pipeline(place, microbatches=2, **each), 3)[0].state
+            walk(context, texts(), pipeline(context, microbatches=2, **each), 3)[0].state
             for each in chosen
         ]
 
@@ -152,14 +152,14 @@ class Normed(nn.Module):
 def test_running_statistics_are_those_of_accumulated_micro_batches() -> None:
     task = small_task(model=Normed, n=40)
 
-    def program(place: RankContext) -> list[dict[str, Tensor]]:
+    def program(context: RankContext) -> list[dict[str, Tensor]]:
         choices: list[dict[str, Any]] = [
             {"recompute": True},
             {"schedule": "gpipe"},
             {"schedule": "zero-bubble"},
         ]
         return [
-            walk(place, task, pipeline(place, microbatches=4, **each), 5)[0].state
+            walk(context, task, pipeline(context, microbatches=4, **each), 5)[0].state
             for each in choices
         ]
 

@@ -95,18 +95,18 @@ def test_steps_are_those_of_the_undivided_model(ranks: int, ahead: bool) -> None
     ahead: as if no message could lie with its receiver until that asks for it.
     """
 
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         holds = mock.patch.object(Group, "holds", return_value=False) if ahead else nullcontext()
         with traced_once(Deep), holds:
             return [
                 compare(
-                    place,
+                    context,
                     small_task(
                         model=Deep,
                         optimizer=optimizer,
                         clip_norm=0.2 if number % 5 < 2 else None,
                     ),
-                    pipeline(place, **options),
+                    pipeline(context, **options),
                     steps=6,
                 )
                 for number, (options, optimizer) in enumerate(choices(ranks))
@@ -146,12 +146,14 @@ def test_long_weights_whose_gradients_are_added_inside_the_product() -> None:
         {"schedule": "zero-bubble"},
     ]
 
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         with traced_once(Wide):
-            found = [pipeline(place, batch_size=10, microbatches=4, **options) for options in ways]
+            found = [
+                pipeline(context, batch_size=10, microbatches=4, **options) for options in ways
+            ]
             return [
                 compare(
-                    place,
+                    context,
                     small_task(model=Wide, optimizer=OPTIMIZERS[0], clip_norm=norm),
                     way,
                     steps=5,
@@ -167,7 +169,7 @@ def test_digits_whose_last_batch_is_smaller() -> None:
     assert len(task.train) % 256 != 0
     model = task.model
 
-    def program(place: RankContext) -> float:
+    def program(context: RankContext) -> float:
         exact = dure.Task(
             lambda: model().double(),
             task.loss,
@@ -177,7 +179,9 @@ def test_digits_whose_last_batch_is_smaller() -> None:
             dtype=torch.float64,
         )
         steps = -(-len(task.train) // 256) + 1
-        return compare(place, exact, pipeline(place, batch_size=256, microbatches=3), steps=steps)
+        return compare(
+            context, exact, pipeline(context, batch_size=256, microbatches=3), steps=steps
+        )
 
     assert on_ranks(2, program)[0] < CLOSE
 
@@ -191,15 +195,15 @@ def test_data_groups_of_pipelines() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return super().forward(self.norm(inputs))
 
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         options: dict[str, Any] = {"batch_size": 11}
         meshes = [Mesh(data=2, pipeline=2), Mesh(data=4), Mesh(pipeline=4)]
         found = [
-            compare(place, small_task(model=Deep), Parallel(mesh, microbatches=2, **options), 8)
+            compare(context, small_task(model=Deep), Parallel(mesh, microbatches=2, **options), 8)
             for mesh in meshes
         ]
         path, _ = walk(
-            place,
+            context,
             small_task(model=Normed, n=44, clip_norm=0.2),
             Parallel(Mesh(2, 2), microbatches=2, **options),
             4,
@@ -217,10 +221,10 @@ def test_data_groups_of_pipelines() -> None:
 
 
 def test_messages_are_as_long_as_the_formula_says() -> None:
-    def program(place: RankContext) -> tuple[int, int]:
+    def program(context: RankContext) -> tuple[int, int]:
         task = small_task(model=Deep)
-        strategy = pipeline(place, batch_size=10, microbatches=3)
-        learner = ParallelLearner(task, place, 0, strategy)
+        strategy = pipeline(context, batch_size=10, microbatches=3)
+        learner = ParallelLearner(task, context, 0, strategy)
         for _ in range(2):
             learner.advance(0)
         cut = learner.held.cut
@@ -233,9 +237,9 @@ def test_messages_are_as_long_as_the_formula_says() -> None:
                     "the start travels beside what the layers make of it"
                 )
                 assert there == back
-                expected += there * (learner.schedule.home[boundary] == place.group.rank)
-                expected += back * (learner.schedule.home[boundary + 1] == place.group.rank)
-        return place.group.meter.counters.bytes_sent, expected
+                expected += there * (learner.schedule.home[boundary] == context.group.rank)
+                expected += back * (learner.schedule.home[boundary + 1] == context.group.rank)
+        return context.group.meter.counters.bytes_sent, expected
 
     for sent, expected in on_ranks(3, program):
         assert sent == expected > 0

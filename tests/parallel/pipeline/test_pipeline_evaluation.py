@@ -81,9 +81,9 @@ TASKS = {
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_pipeline_measures_what_one_worker_does(ranks: int) -> None:
-    def program(place: RankContext) -> dict[str, float]:
-        chosen = pipeline(place, microbatches=2)
-        return {name: compare(place, make(), chosen, steps=2) for name, make in TASKS.items()}
+    def program(context: RankContext) -> dict[str, float]:
+        chosen = pipeline(context, microbatches=2)
+        return {name: compare(context, make(), chosen, steps=2) for name, make in TASKS.items()}
 
     found = on_ranks(ranks, program)[0]
     assert all(distance < CLOSE for distance in found.values()), found

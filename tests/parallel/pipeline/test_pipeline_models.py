@@ -236,9 +236,9 @@ SPEAKERS = ["GPT-2", "Llama", "OPT", "Mixtral"]
 
 
 def walked(ranks: int, names: list[str], options: list[dict[str, Any]]) -> dict[str, float]:
-    def program(place: RankContext) -> dict[str, float]:
+    def program(context: RankContext) -> dict[str, float]:
         return {
-            name: compare(place, TASKS[name](), pipeline(place, **of))
+            name: compare(context, TASKS[name](), pipeline(context, **of))
             for name, of in zip(names, options, strict=True)
         }
 
@@ -309,8 +309,8 @@ def test_values_whose_memory_is_in_another_order(recompute: bool) -> None:
     ]
     tasks += [task_of(three_dimensions, numbers(19, 5, 4), words(2, 19))]
 
-    def program(place: RankContext) -> list[float]:
-        options = pipeline(place, microbatches=2, cut=("rows",), recompute=recompute)
-        return [compare(place, task, options) for task in tasks]
+    def program(context: RankContext) -> list[float]:
+        options = pipeline(context, microbatches=2, cut=("rows",), recompute=recompute)
+        return [compare(context, task, options) for task in tasks]
 
     assert max(on_ranks(2, program)[0]) < CLOSE

@@ -173,23 +173,23 @@ def cut_anywhere(seed: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CutModel, "choose", choose)
 
 
-def learned(place: RankContext, seed: int) -> float | None:
+def learned(context: RankContext, seed: int) -> float | None:
     """How far a random model is from itself undivided; None if even that cannot be trained."""
-    strategy = pipeline(place, **options_of(seed))
+    strategy = pipeline(context, **options_of(seed))
     try:
         expected: Path = alone(task(seed), strategy, 3, seed)
     except RuntimeError:  # it changes what backward needs
         return None
     with pytest.MonkeyPatch.context() as patch:
         cut_anywhere(seed, patch)
-        path, _ = walk(place, task(seed), strategy, 3, seed)
-    return distance(path, expected) if place.group.rank == 0 else 0.0
+        path, _ = walk(context, task(seed), strategy, 3, seed)
+    return distance(path, expected) if context.group.rank == 0 else 0.0
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_random_models_learn_the_same(ranks: int) -> None:
-    def program(place: RankContext) -> dict[int, float | None]:
-        return {seed: learned(place, seed) for seed in range(ranks, ranks + MODELS // 2)}
+    def program(context: RankContext) -> dict[int, float | None]:
+        return {seed: learned(context, seed) for seed in range(ranks, ranks + MODELS // 2)}
 
     found = on_ranks(ranks, program, deadline=200)[0]
     for seed, far in found.items():

@@ -188,10 +188,10 @@ def undrawn() -> nn.Module:
 def test_ranks_that_call_such_modules_train_as_one_worker_does() -> None:
     task = small_task(n=20, model=undrawn, loss=loss, optimizer=MOMENTUM, metrics={})
 
-    def program(place: RankContext) -> float:
+    def program(context: RankContext) -> float:
         # The last batch is smaller, and is traced when each rank has its stages alone.
-        options = pipeline(place, schedule="zero-bubble-v", microbatches=2, recompute=True)
-        return compare(place, task, options, steps=4)
+        options = pipeline(context, schedule="zero-bubble-v", microbatches=2, recompute=True)
+        return compare(context, task, options, steps=4)
 
     assert on_ranks(2, program)[0] < CLOSE
 

@@ -32,9 +32,10 @@ def on_ranks(
 ) -> list[Any]:
     """What `program` returns on every rank, in order of rank."""
 
-    def gathered(place: RankContext) -> list[Any]:
+    def gathered(context: RankContext) -> list[Any]:
         return [
-            pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
+            pickle.loads(part)
+            for part in context.group.gather_bytes(pickle.dumps(program(context)))
         ]
 
     result: list[Any] = dure.Processes(ranks, deadline=deadline, backend=backend).run(
@@ -46,11 +47,11 @@ def on_ranks(
 def at_all_degrees(program: Callable[[Group], Any], deadline: float = 60) -> dict[int, list[Any]]:
     """What it returns on the ranks of a group of 1, of 2 and of 4, in one world."""
 
-    def each(place: RankContext) -> dict[int, Any]:
+    def each(context: RankContext) -> dict[int, Any]:
         found = {}
         for ranks in ([2], [0, 1], [0, 1, 2, 3]):
             group = dist.new_group(ranks, backend="dure")
-            if place.group.rank in ranks:
+            if context.group.rank in ranks:
                 found[len(ranks)] = program(Group(group))
         return found
 

@@ -108,11 +108,11 @@ def divided(group: Group) -> dict[str, Any]:
     return found
 
 
-def on_groups(place: RankContext) -> dict[int, Any]:
+def on_groups(context: RankContext) -> dict[int, Any]:
     found = {}
     for ranks in ([3], [0, 1], [0, 1, 2], [0, 1, 2, 3]):
         group = dist.new_group(ranks, backend="dure")
-        if place.group.rank in ranks:
+        if context.group.rank in ranks:
             found[len(ranks)] = divided(Group(group))
     return found
 

@@ -302,7 +302,7 @@ def test_models_of_hugging_face_learn_what_they_learn_undivided(
     for name in MODELS:  # here, so that the fork server does it once and not every rank
         pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
 
-    def program(place: RankContext) -> dict[str, dict[str, float]]:
+    def program(context: RankContext) -> dict[str, dict[str, float]]:
         softmax = F.softmax
         found = {}
         with monkeypatch.context() as patches:
@@ -310,9 +310,9 @@ def test_models_of_hugging_face_learn_what_they_learn_undivided(
             patches.setattr(Tensor, "float", Tensor.double)
             patches.setattr(F, "softmax", lambda tensor, dim, dtype=None: softmax(tensor, dim))
             for name, (make, plan, scores, data) in MODELS.items():
-                found[name] = compare(place.group, partial(make, 0.0), data, scores, plan())
+                found[name] = compare(context.group, partial(make, 0.0), data, scores, plan())
             for name in DROPPED:
-                prove_draws(place.group, *MODELS[name])
+                prove_draws(context.group, *MODELS[name])
         return found
 
     for rows in on_ranks(2, program):

@@ -112,7 +112,7 @@ def pair(shape: Shape, group: Group) -> float:
 @settings(max_examples=4)
 @given(degree=st.sampled_from([1, 2, 3]), shapes=st.lists(SHAPES, min_size=5, max_size=12))
 def test_a_pair_of_layers_is_what_it_divides(degree: int, shapes: list[Shape]) -> None:
-    rows = on_ranks(degree, lambda place: [pair(shape, place.group) for shape in shapes])
+    rows = on_ranks(degree, lambda context: [pair(shape, context.group) for shape in shapes])
     assert max(map(max, rows)) < CLOSE
 
 
@@ -190,9 +190,9 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs).double()
 
 
-def several(place: RankContext) -> None:
-    group = place.group
-    rank = place.group.rank
+def several(context: RankContext) -> None:
+    group = context.group
+    rank = context.group.rank
     inputs = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     whole = linear(6, 12)
@@ -280,7 +280,7 @@ def dropping(group: Group, again: bool) -> tuple[list[Tensor], list[Tensor], Ten
     seen: tuple[list[Tensor], list[Tensor]] = ([], [])
     for place, index in enumerate((1, 3)):
         model[index].register_forward_hook(
-            lambda m, i, o, place=place: seen[place].append((o == 0).double())
+            lambda m, i, o, context=place: seen[context].append((o == 0).double())
         )
     output = checkpoint(model, inputs, use_reentrant=False) if again else model(inputs)
     output.square().sum().backward()
@@ -291,8 +291,8 @@ def dropping(group: Group, again: bool) -> tuple[list[Tensor], list[Tensor], Ten
     return *seen, inputs.grad
 
 
-def dropout(place: RankContext) -> None:
-    group = place.group
+def dropout(context: RankContext) -> None:
+    group = context.group
     inside, outside, gradient = dropping(group, False)
     masks = group.all_gather_values(inside[0].flatten().tolist())
     assert masks[0] != masks[1]

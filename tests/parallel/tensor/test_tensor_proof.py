@@ -331,9 +331,9 @@ def tried(make: Callable[[], nn.Module], plan: Any, examples: Any, group: Group)
 
 
 def test_right_plans_pass_and_wrong_ones_are_refused_by_name() -> None:
-    def program(place: RankContext) -> list[str]:
+    def program(context: RankContext) -> list[str]:
         cases = [(*right, "") for right in RIGHT.values()] + list(WRONG.values())
-        return [tried(make, plan, examples, place.group) for make, plan, examples, _ in cases]
+        return [tried(make, plan, examples, context.group) for make, plan, examples, _ in cases]
 
     rows = on_ranks(2, program)
     assert rows[0] == rows[1], "all ranks raise the same"
@@ -381,8 +381,8 @@ def kept(make: Any, group: Group) -> list[bool]:
 def test_a_proof_leaves_everything_as_it_was() -> None:
     """Also a model whose forward pass writes into its weights, and one that cannot be copied."""
 
-    def program(place: RankContext) -> list[bool]:
-        return kept(double(Counting), place.group) + kept(None, place.group)
+    def program(context: RankContext) -> list[bool]:
+        return kept(double(Counting), context.group) + kept(None, context.group)
 
     for row in on_ranks(2, program):
         assert all(row), row
@@ -433,7 +433,7 @@ def other_ways(group: Group) -> list[str]:
 
 
 def test_what_is_computed_in_half_precision_and_what_is_wrong_on_one_rank() -> None:
-    for halved, unlike, one in on_ranks(2, lambda place: other_ways(place.group)):
+    for halved, unlike, one in on_ranks(2, lambda context: other_ways(context.group)):
         assert halved == ""
         assert unlike.startswith("undivided, the model's loss is not the same on all ranks")
         assert " of its largest value on rank 1" in one

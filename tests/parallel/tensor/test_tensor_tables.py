@@ -358,9 +358,9 @@ def test_wrong_plans_are_refused_by_name() -> None:
             return str(error)
         return ""
 
-    def program(place: RankContext) -> list[str]:
-        found = [tried(reader(), plan, place.group) for plan, _ in WRONG.values()]
-        return [*found, tried(Reading().double(), WHOLE, place.group)]
+    def program(context: RankContext) -> list[str]:
+        found = [tried(reader(), plan, context.group) for plan, _ in WRONG.values()]
+        return [*found, tried(Reading().double(), WHOLE, context.group)]
 
     *found, reads = on_ranks(2, program)[0]
     for (name, (_, message)), text in zip(WRONG.items(), found, strict=True):
@@ -533,8 +533,8 @@ def test_a_number_that_cannot_be_divided_is_refused_by_name(
 def test_several_columns_enter_a_region_once() -> None:
     """And after it all ranks draw alike again."""
 
-    def program(place: RankContext) -> tuple[float, float, list[float]]:
-        draws = RngTracker(place.group, torch.device("cpu"))
+    def program(context: RankContext) -> tuple[float, float, list[float]]:
+        draws = RngTracker(context.group, torch.device("cpu"))
         torch.manual_seed(1)
         draws.enter()
         draws.enter()
@@ -572,11 +572,11 @@ def test_the_plan_of_the_page_is_right_and_each_word_of_it_is_needed() -> None:
     model = page["Model"]()
     enliven(model)
 
-    def program(place: RankContext) -> list[bool]:
+    def program(context: RankContext) -> list[bool]:
         held = []
         for each in (plan, *fewer):
             try:
-                prove_plan(model, each, symbols, loss_of(symbols.flip(1)), place.group)
+                prove_plan(model, each, symbols, loss_of(symbols.flip(1)), context.group)
                 held.append(True)
             except PlanError:
                 held.append(False)

@@ -36,14 +36,14 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def divided(
-    place: RankContext, make: Any = OPTIMIZERS[0], **options: Any
+    context: RankContext, make: Any = OPTIMIZERS[0], **options: Any
 ) -> tuple[nn.Module, Any, ZeroRedundancy]:
     model = network()
     optimizer = make(model.parameters())
     return (
         model,
         optimizer,
-        ZeroRedundancy(model, optimizer, process_group=place.group, **{"units": 60, **options}),
+        ZeroRedundancy(model, optimizer, process_group=context.group, **{"units": 60, **options}),
     )
 
 
@@ -68,15 +68,15 @@ def alone(make: Any, joint: list[Batch], **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_stage_walks_the_path_of_one_process(ranks: int) -> None:
-    def program(place: RankContext) -> list[tuple[float, bytes]]:
+    def program(context: RankContext) -> list[tuple[float, bytes]]:
         joint, results = batches(4, 4 * ranks), []
         for make in OPTIMIZERS if ranks == 3 else OPTIMIZERS[1:2]:
             reference = alone(make, joint)
             for options in STAGES:
-                model, optimizer, zero = divided(place, make, **options)
+                model, optimizer, zero = divided(context, make, **options)
                 for batch in joint:
                     optimizer.zero_grad()
-                    loss_of(model, part(batch, place)).backward()
+                    loss_of(model, part(batch, context)).backward()
                     optimizer.step()
                 result = whole(zero)
                 bits = (
@@ -95,14 +95,14 @@ def test_every_stage_walks_the_path_of_one_process(ranks: int) -> None:
 
 
 def test_gradients_are_accumulated_and_clipped_as_by_one_process() -> None:
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         joint, far = batches(3, 12), []
         reference = alone(OPTIMIZERS[0], joint, clip=0.3)
         for options in STAGES:
             for quietly in (False, True):
-                model, optimizer, zero = divided(place, **options)
+                model, optimizer, zero = divided(context, **options)
                 for batch in joint:
-                    inputs, targets = part(batch, place)
+                    inputs, targets = part(batch, context)
                     halves = list(zip(inputs.chunk(2), targets.chunk(2), strict=True))
                     if quietly:
                         with zero.no_sync():
@@ -121,12 +121,12 @@ def test_gradients_are_accumulated_and_clipped_as_by_one_process() -> None:
 
 
 def test_the_norm_is_that_of_the_undivided_gradients_and_forgotten_ones_are_gone() -> None:
-    def program(place: RankContext) -> list[list[float]]:
+    def program(context: RankContext) -> list[list[float]]:
         batch, rows = batches(1, 12)[0], []
         reference = network()
         loss_of(reference, batch).backward()
         for options in STAGES:
-            model, _, zero = divided(place, **options)
+            model, _, zero = divided(context, **options)
             loss_of(model, (10 * batch[0], batch[1])).backward()
             zero.reduce()
             forgotten = weakref.ref(
@@ -139,7 +139,7 @@ def test_the_norm_is_that_of_the_undivided_gradients_and_forgotten_ones_are_gone
             with zero.no_sync():
                 loss_of(model, (10 * batch[0], batch[1])).backward()
             model.zero_grad()
-            loss_of(model, part(batch, place)).backward()
+            loss_of(model, part(batch, context)).backward()
             for kind in (2.0, 1.0, float("inf")):
                 expected = nn.utils.get_total_norm([p.grad for p in reference.parameters()], kind)  # type: ignore[misc]
                 rows.append([float(zero.clip_grad_norm_(1e9, kind)), float(expected)])
@@ -155,17 +155,17 @@ def test_the_norm_is_that_of_the_undivided_gradients_and_forgotten_ones_are_gone
 def test_the_bytes_of_a_step_are_those_of_the_formula(backend: Any, algorithm: str) -> None:
     ranks = 3
 
-    def program(place: RankContext) -> list[tuple[int, list[int]]]:
+    def program(context: RankContext) -> list[tuple[int, list[int]]]:
         rows = []
         for stage in (1, 2, 3):
-            model, optimizer, zero = divided(place, stage=stage, algorithm=algorithm)
+            model, optimizer, zero = divided(context, stage=stage, algorithm=algorithm)
             sent = []
             for batch in batches(3, 6):
-                before = place.group.meter.counters.bytes_sent
-                loss_of(model, part(batch, place)).backward()
+                before = context.group.meter.counters.bytes_sent
+                loss_of(model, part(batch, context)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                sent.append(place.group.meter.counters.bytes_sent - before)
+                sent.append(context.group.meter.counters.bytes_sent - before)
             chunks = sum(-(-block.elements // ranks) for block in zero.blocks)
             assert sum(block.elements for block in zero.blocks) == 215
             flags = 6 + (len(zero.blocks) if stage == 3 else 0)
@@ -193,13 +193,15 @@ def test_a_rank_holds_the_bytes_of_the_formula(ranks: int) -> None:
     layers = [nn.Linear(60, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 10)]
     elements, largest = 60 * 600 + 600 + 600 * 600 + 600 + 6000 + 10, 600 * 600 + 600
 
-    def program(place: RankContext) -> list[dict[str, Any]]:
+    def program(context: RankContext) -> list[dict[str, Any]]:
         rows = []
         for stage in (1, 2, 3):
             inputs = torch.ones(4, 60)
             before = held()
             model = copy.deepcopy(nn.Sequential(*layers))
-            zero = ZeroRedundancy(model, torch.optim.Adam, stage, place.group, units=1, prefetch=0)
+            zero = ZeroRedundancy(
+                model, torch.optim.Adam, stage, context.group, units=1, prefetch=0
+            )
             for _ in range(2):
                 zero.zero_grad()
                 model(inputs).square().mean().backward()
@@ -213,7 +215,9 @@ def test_a_rank_holds_the_bytes_of_the_formula(ranks: int) -> None:
             counts = 4 * sum(len(share.held) for share in zero.trained)  # of Adam's steps
             rows.append(
                 {
-                    "measured": sum(nbytes for place, nbytes in now.items() if place not in before)
+                    "measured": sum(
+                        nbytes for context, nbytes in now.items() if context not in before
+                    )
                     - counts,
                     "said": zero.memory(),
                     "formula": memory(zero.blocks, stage, 8),  # type: ignore[arg-type]
@@ -242,7 +246,7 @@ def test_a_rank_holds_the_bytes_of_the_formula(ranks: int) -> None:
 
 
 def test_bfloat16_computes_alike_in_all_stages_and_updates_in_float32() -> None:
-    def program(place: RankContext) -> list[tuple[bytes, float, Any]]:
+    def program(context: RankContext) -> list[tuple[bytes, float, Any]]:
         joint, results = [(inputs.float(), targets) for inputs, targets in batches(6, 8)], []
         reference = network().float()
         exact = torch.optim.AdamW(reference.parameters(), lr=1e-3)
@@ -255,14 +259,14 @@ def test_bfloat16_computes_alike_in_all_stages_and_updates_in_float32() -> None:
             zero = ZeroRedundancy(
                 model,
                 partial(torch.optim.AdamW, lr=1e-3),
-                process_group=place.group,
+                process_group=context.group,
                 precision="bf16",
                 **options,
             )
             for batch in joint:
-                outputs = model(part(batch, place)[0])
+                outputs = model(part(batch, context)[0])
                 assert outputs.dtype is torch.float32
-                F.cross_entropy(outputs, part(batch, place)[1]).backward()
+                F.cross_entropy(outputs, part(batch, context)[1]).backward()
                 zero.optimizer.step()
                 zero.zero_grad()
             state = zero.state_dict(everywhere=True)
@@ -284,10 +288,10 @@ def test_bfloat16_computes_alike_in_all_stages_and_updates_in_float32() -> None:
 
 
 def test_parameters_can_be_looked_at_and_changed_while_they_are_gathered() -> None:
-    def program(place: RankContext) -> list[bool]:
+    def program(context: RankContext) -> list[bool]:
         results = []
         for options in STAGES:
-            model, optimizer, zero = divided(place, **options)
+            model, optimizer, zero = divided(context, **options)
             with zero.gathered(), torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(2)
@@ -297,7 +301,7 @@ def test_parameters_can_be_looked_at_and_changed_while_they_are_gathered() -> No
             doubled = network().state_dict()
             state = zero.state_dict(everywhere=True)
             results.append(all(torch.equal(2 * doubled[name], state[name]) for name in doubled))
-            loss_of(model, part(batches(1, 6)[0], place)).backward()
+            loss_of(model, part(batches(1, 6)[0], context)).backward()
             optimizer.step()
             results.append(
                 not any(
@@ -310,9 +314,9 @@ def test_parameters_can_be_looked_at_and_changed_while_they_are_gathered() -> No
     assert all(all(row) for row in on_ranks(2, program))
 
 
-def refusals(place: RankContext) -> dict[str, str]:
+def refusals(context: RankContext) -> dict[str, str]:
     """What is said to those who use it wrongly."""
-    batch = part(batches(1, 4)[0], place)
+    batch = part(batches(1, 4)[0], context)
     said: dict[str, str] = {}
 
     def tell(name: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
@@ -324,7 +328,7 @@ def refusals(place: RankContext) -> dict[str, str]:
 
     for options in STAGES:
         stage = f"{options['stage']}{'' if options.get('in_place', True) else ' copied'}"
-        model, optimizer, zero = divided(place, **options)
+        model, optimizer, zero = divided(context, **options)
         first = next(model.parameters())
         tell(f"early step {stage}", optimizer.step)
         tell(f"closure {stage}", optimizer.step, torch.zeros)
@@ -346,17 +350,22 @@ def refusals(place: RankContext) -> dict[str, str]:
             model.float()
             loss_of(model, (batch[0].float(), batch[1])).backward()
             tell("moved", optimizer.step)
-        fresh = divided(place, **options)[2]
+        fresh = divided(context, **options)[2]
         tell(f"backward in gathered {stage}", backward_in_gathered, fresh, batch)
     model = network()
     other = torch.optim.SGD(network().parameters(), lr=0.1)
-    tell("other parameters", ZeroRedundancy, model, other, 2, place.group)
+    tell("other parameters", ZeroRedundancy, model, other, 2, context.group)
     tell(
-        "frozen", ZeroRedundancy, network().requires_grad_(False), torch.optim.Adam, 2, place.group
+        "frozen",
+        ZeroRedundancy,
+        network().requires_grad_(False),
+        torch.optim.Adam,
+        2,
+        context.group,
     )
     for kind in (torch.optim.LBFGS, torch.optim.Adafactor, PerTensor):
-        tell(kind.__name__, ZeroRedundancy, network(), kind, 2, place.group)
-    ZeroRedundancy(network(), Own, 2, place.group)
+        tell(kind.__name__, ZeroRedundancy, network(), kind, 2, context.group)
+    ZeroRedundancy(network(), Own, 2, context.group)
     for name, options in (
         ("stage", {"stage": 4}),
         ("precision", {"precision": "int8"}),
@@ -364,7 +373,7 @@ def refusals(place: RankContext) -> dict[str, str]:
         ("algorithm", {"algorithm": "rings"}),
         ("reduce", {"reduce": "max"}),
     ):
-        tell(name, divided, place, **options)
+        tell(name, divided, context, **options)
     return said
 
 
@@ -432,12 +441,12 @@ def test_wrong_use_is_told_so() -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_lost_rank_is_named(stage: int) -> None:
-    def program(place: RankContext) -> None:
-        model, optimizer, _ = divided(place, stage=stage)
+    def program(context: RankContext) -> None:
+        model, optimizer, _ = divided(context, stage=stage)
         for number, batch in enumerate(batches(5, 6)):
-            if number == 2 and place.group.rank == 1:
+            if number == 2 and context.group.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            loss_of(model, part(batch, place)).backward()
+            loss_of(model, part(batch, context)).backward()
             optimizer.step()
             optimizer.zero_grad()
 

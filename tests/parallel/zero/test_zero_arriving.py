@@ -36,8 +36,8 @@ LAG = 0.2
 def apart(program: Callable[[RankContext], Any], ranks: int = 2) -> list[Any]:
     """What `program` returns on ranks that take each other for those of other hosts."""
 
-    def moved(place: RankContext) -> list[Any]:
-        rank, patience = place.group.rank, timedelta(seconds=20)
+    def moved(context: RankContext) -> list[Any]:
+        rank, patience = context.group.rank, timedelta(seconds=20)
         rendezvous.name_of_this_host = hosts.name_of_this_host = lambda: f"host {rank}"  # type: ignore[attr-defined]
         told: list[Any] = [None]
         if rank == 0:
@@ -51,7 +51,7 @@ def apart(program: Callable[[RankContext], Any], ranks: int = 2) -> list[Any]:
         dist.destroy_process_group()
         dist.init_process_group("dure", store=store, rank=rank, world_size=ranks, timeout=patience)
         results: list[Any] = [None] * ranks
-        dist.all_gather_object(results, program(replace(place, group=Group.default())))
+        dist.all_gather_object(results, program(replace(context, group=Group.default())))
         dist.destroy_process_group()
         return results
 
@@ -73,17 +73,17 @@ def updated(joint: Batch) -> nn.Module:
 
 
 def on_its_way(
-    place: RankContext, joint: Batch, stage: Any = 2, options: Any = None
+    context: RankContext, joint: Batch, stage: Any = 2, options: Any = None
 ) -> tuple[nn.Module, Any, Any]:
     """A model behind its first step, of which no parameter has arrived."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
 
-    optimizer.register_step_post_hook(lambda *_: time.sleep(LAG * place.group.rank))
+    optimizer.register_step_post_hook(lambda *_: time.sleep(LAG * context.group.rank))
     zero = ZeroRedundancy(
-        model, optimizer, stage, place.group, units=60, overlap_gather=True, **options or {}
+        model, optimizer, stage, context.group, units=60, overlap_gather=True, **options or {}
     )
-    step(model, optimizer, part(joint, place))
+    step(model, optimizer, part(joint, context))
     optimizer.zero_grad()
     assert all(type(parameter) is AbsentParameter for parameter in model.parameters())
     return model, optimizer, zero
@@ -136,11 +136,11 @@ READERS: dict[str, Callable[[nn.Module], Tensor]] = {
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_who_reads_a_parameter_gets_the_new_one(stage: int) -> None:
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         joint = batches(1, 6)[0]
         reference, far = updated(joint), []
         for read in READERS.values():
-            model, _, _ = on_its_way(place, joint, stage)
+            model, _, _ = on_its_way(context, joint, stage)
             far.append(float((read(model) - read(reference)).detach().abs().max()))
         return far
 
@@ -150,8 +150,8 @@ def test_who_reads_a_parameter_gets_the_new_one(stage: int) -> None:
 
 
 def test_what_needs_no_elements_waits_for_none() -> None:
-    def program(place: RankContext) -> list[Any]:
-        model, _, _ = on_its_way(place, batches(1, 6)[0])
+    def program(context: RankContext) -> list[Any]:
+        model, _, _ = on_its_way(context, batches(1, 6)[0])
         told = [sum(parameter.numel() for parameter in model.parameters()), str(model)]
         told += [
             (parameter.shape, parameter.dtype, parameter.requires_grad)
@@ -173,9 +173,9 @@ def test_the_path_is_that_of_one_process_whatever_comes_behind_a_step() -> None:
     """Steps without a forward pass of this rank, evaluations, checkpoints, a loaded state, a layer
     that is not used."""
 
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         joint = batches(6, 6)
-        model, optimizer, zero = on_its_way(place, joint[0], 2, {"reduce": "sum"})
+        model, optimizer, zero = on_its_way(context, joint[0], 2, {"reduce": "sum"})
         zero.load_state_dict(updated(joint[0]).state_dict())  # the sum of two means is not the mean
         reference = updated(joint[0])
         whole = torch.optim.SGD(reference.parameters(), 0.1, 0.9)
@@ -184,10 +184,10 @@ def test_the_path_is_that_of_one_process_whatever_comes_behind_a_step() -> None:
         for number, batch in enumerate(joint[1:]):
             step(reference, whole, batch)
             optimizer.zero_grad()
-            if number % 2 and place.group.rank:  # all examples are the other rank's
+            if number % 2 and context.group.rank:  # all examples are the other rank's
                 zero.take_part()
             else:
-                inputs, targets = batch if number % 2 else part(batch, place)
+                inputs, targets = batch if number % 2 else part(batch, context)
                 (F.cross_entropy(model(inputs), targets, reduction="sum") / 6).backward()
             optimizer.step()
             if number == 0:
@@ -216,13 +216,13 @@ class Tagged(nn.Parameter):
 
 
 def test_other_kinds_of_parameters_are_waited_for_at_once() -> None:
-    def program(place: RankContext) -> list[Any]:
+    def program(context: RankContext) -> list[Any]:
         joint = batches(1, 6)[0]
         model = network()
         model[2].weight = Tagged(model[2].weight.detach())  # type: ignore[index]
         optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-        zero = ZeroRedundancy(model, optimizer, 2, place.group, units=60, overlap_gather=True)
-        step(model, optimizer, part(joint, place))
+        zero = ZeroRedundancy(model, optimizer, 2, context.group, units=60, overlap_gather=True)
+        step(model, optimizer, part(joint, context))
         rows = next(
             parameter.rows for parameter in model.parameters() if isinstance(parameter, Tagged)
         )
@@ -240,11 +240,11 @@ def test_other_kinds_of_parameters_are_waited_for_at_once() -> None:
 
 
 def test_without_a_link_between_hosts_a_step_waits_as_ever() -> None:
-    def program(place: RankContext) -> bool:
+    def program(context: RankContext) -> bool:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        ZeroRedundancy(model, optimizer, 2, place.group, overlap_gather=True)
-        step(model, optimizer, part(batches(1, 6)[0], place))
+        ZeroRedundancy(model, optimizer, 2, context.group, overlap_gather=True)
+        step(model, optimizer, part(batches(1, 6)[0], context))
         return any(type(parameter) is AbsentParameter for parameter in model.parameters())
 
     assert on_ranks(2, program, backend="gloo") == [False, False]
@@ -287,13 +287,13 @@ def test_what_cannot_be_overlapped_is_refused(how: Any, options: Any, reason: st
 
 
 def test_who_waits_for_parameters_of_a_lost_rank_is_told() -> None:
-    def program(place: RankContext) -> None:
+    def program(context: RankContext) -> None:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        if place.group.rank == 1:
+        if context.group.rank == 1:
             optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        ZeroRedundancy(model, optimizer, 2, place.group, overlap_gather=True)
-        step(model, optimizer, part(batches(1, 6)[0], place))
+        ZeroRedundancy(model, optimizer, 2, context.group, overlap_gather=True)
+        step(model, optimizer, part(batches(1, 6)[0], context))
         model(batches(1, 6)[0][0])
         pytest.fail("it went on without the other rank's part")
 

@@ -22,10 +22,10 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
-def divided(place: RankContext, model: nn.Module, **options: Any) -> tuple[Any, ZeroRedundancy]:
+def divided(context: RankContext, model: nn.Module, **options: Any) -> tuple[Any, ZeroRedundancy]:
     optimizer = sgd(model)
     more = {"units": 60, **options}
-    return optimizer, ZeroRedundancy(model, optimizer, process_group=place.group, **more)
+    return optimizer, ZeroRedundancy(model, optimizer, process_group=context.group, **more)
 
 
 def said_by(call: Callable[[], Any]) -> str:
@@ -36,8 +36,8 @@ def said_by(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def backward(model: nn.Module, place: RankContext, seed: int = 0) -> None:
-    inputs, targets = part(batches(seed + 1, 6)[seed], place)
+def backward(model: nn.Module, context: RankContext, seed: int = 0) -> None:
+    inputs, targets = part(batches(seed + 1, 6)[seed], context)
     F.cross_entropy(model(inputs), targets).backward()
 
 
@@ -94,19 +94,19 @@ CHANGES = [in_place, through_data, by_assignment]
 def test_stage_3_refuses_forward_passes_that_change_parameters_and_the_others_follow_them(
     change: Any,
 ) -> None:
-    def program(place: RankContext) -> list[Any]:
+    def program(context: RankContext) -> list[Any]:
         found: list[Any] = []
         alone = Changing(change, frozen=True)
         train_alone(alone, 3)
         for options in STAGES:
             model = Changing(change, frozen=True)
-            optimizer, zero = divided(place, model, **options)
+            optimizer, zero = divided(context, model, **options)
             if options["stage"] == 3:
-                found.append(said_by(lambda model=model: backward(model, place)))  # type: ignore[misc]
+                found.append(said_by(lambda model=model: backward(model, context)))  # type: ignore[misc]
                 continue
             for seed in range(3):
                 optimizer.zero_grad()
-                backward(model, place, seed)
+                backward(model, context, seed)
                 optimizer.step()
             whole = Changing(change, frozen=True)
             whole.load_state_dict(zero.state_dict(everywhere=True))
@@ -121,14 +121,14 @@ def test_stage_3_refuses_forward_passes_that_change_parameters_and_the_others_fo
 
 
 def test_data_that_is_only_read_is_no_change_and_one_rank_alone_may_change_it() -> None:
-    def program(place: RankContext) -> list[str]:
-        changes = [only_read] if place.group.size > 1 else [only_read, *CHANGES[:2]]
+    def program(context: RankContext) -> list[str]:
+        changes = [only_read] if context.group.size > 1 else [only_read, *CHANGES[:2]]
         found = []
         for change in changes:
             for options in STAGES[: 3 if change is not only_read else 4]:
                 model = Changing(change, frozen=False)
-                optimizer, _ = divided(place, model, **options)
-                backward(model, place)
+                optimizer, _ = divided(context, model, **options)
+                backward(model, context)
                 found.append(said_by(optimizer.step))
         return found
 
@@ -153,14 +153,14 @@ def test_stages_1_and_2_refuse_changes_that_differ_by_rank() -> None:
             outputs: Tensor = self.rest(inputs + self.shift)
             return outputs
 
-    def program(place: RankContext) -> list[str]:
+    def program(context: RankContext) -> list[str]:
         found = []
         for options in STAGES:
             model = Initialised()
-            optimizer, _ = divided(place, model, **options)
+            optimizer, _ = divided(context, model, **options)
 
             def step(model: nn.Module = model, optimizer: Any = optimizer) -> None:
-                backward(model, place)
+                backward(model, context)
                 optimizer.step()
 
             found.append(said_by(step))
@@ -180,23 +180,23 @@ def test_what_bf16_would_overwrite_is_refused_in_every_stage() -> None:
     def clamp_data(parameter: Tensor) -> None:
         parameter.data.clamp_(-0.01, 0.01)
 
-    def program(place: RankContext) -> list[str]:
+    def program(context: RankContext) -> list[str]:
         found = []
         for change in (clamp, clamp_data):
             for options in BF16:
                 model = network()
-                optimizer, _ = divided(place, model, **options)
+                optimizer, _ = divided(context, model, **options)
 
                 def step(
                     model: nn.Module = model, optimizer: Any = optimizer, change: Any = change
                 ) -> None:
-                    backward(model, place)
+                    backward(model, context)
                     optimizer.step()
                     optimizer.zero_grad()
                     with torch.no_grad():
                         for parameter in model.parameters():
                             change(parameter)
-                    backward(model, place)
+                    backward(model, context)
                     optimizer.step()
 
                 found.append(said_by(step))
@@ -217,16 +217,16 @@ def test_weights_may_be_clipped_between_steps() -> None:
         for parameter in model.parameters():
             parameter.data.clamp_(-0.1, 0.1)
 
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         alone = network()
         train_alone(alone, 3, clip)
         found = []
         for options in STAGES:
             model = network()
-            optimizer, zero = divided(place, model, **options)
+            optimizer, zero = divided(context, model, **options)
             for seed in range(3):
                 optimizer.zero_grad()
-                backward(model, place, seed)
+                backward(model, context, seed)
                 optimizer.step()
                 if options["stage"] < 3 and seed:
                     clip(model)
@@ -243,7 +243,7 @@ def test_weights_may_be_clipped_between_steps() -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_state_that_the_model_loads_itself_is_taken_or_refused(assign: bool) -> None:
-    def program(place: RankContext) -> list[Any]:
+    def program(context: RankContext) -> list[Any]:
         found: list[Any] = []
         fresh = {name: value.clone() / 2 for name, value in network().state_dict().items()}
         alone = network()
@@ -254,12 +254,12 @@ def test_a_state_that_the_model_loads_itself_is_taken_or_refused(assign: bool) -
         # a parameter that is replaced has its own dtype, which bf16 does not compute with
         for options in STAGES if assign else [*STAGES, *BF16]:
             model = network()
-            optimizer, zero = divided(place, model, **options)
+            optimizer, zero = divided(context, model, **options)
 
             def load_and_step(model: nn.Module = model, optimizer: Any = optimizer) -> None:
                 state = {name: value.clone() for name, value in fresh.items()}
                 model.load_state_dict(state, assign=assign)
-                backward(model, place)
+                backward(model, context)
                 optimizer.step()
 
             said = said_by(load_and_step)
@@ -281,17 +281,17 @@ def test_a_state_that_the_model_loads_itself_is_taken_or_refused(assign: bool) -
 
 
 def test_pieces_that_are_changed_between_steps_are_refused() -> None:
-    def program(place: RankContext) -> list[str]:
+    def program(context: RankContext) -> list[str]:
         found = []
         for options in STAGES:
             model = network()
-            optimizer, zero = divided(place, model, **options)
-            backward(model, place)
+            optimizer, zero = divided(context, model, **options)
+            backward(model, context)
             optimizer.step()
             with torch.no_grad():
                 for piece in zero.parts():
                     piece.clamp_(-0.01, 0.01)
-            backward(model, place)
+            backward(model, context)
             found.append(said_by(optimizer.step))
         return found
 
@@ -313,19 +313,19 @@ def test_what_was_frozen_added_or_replaced_is_refused_by_name() -> None:
     def give(model: Any, optimizer: Any) -> None:
         optimizer.add_param_group({"params": [model[0].weight]})
 
-    def program(place: RankContext) -> list[list[str]]:
+    def program(context: RankContext) -> list[list[str]]:
         rows = []
         for change in (unfreeze, replace, add, give):
             row = []
             for options in STAGES:
                 model = network()
                 model[0].requires_grad_(False)  # type: ignore[operator]
-                optimizer, _ = divided(place, model, **options)
-                backward(model, place)
+                optimizer, _ = divided(context, model, **options)
+                backward(model, context)
                 optimizer.step()
                 change(model, optimizer)
                 if change in (unfreeze, give) or options["stage"] < 3:
-                    backward(model, place)
+                    backward(model, context)
                 row.append(said_by(optimizer.step))
             rows.append(row)
         return rows
@@ -348,7 +348,7 @@ def test_parameters_that_begin_trained_may_be_frozen_and_unfrozen() -> None:
         model[0].requires_grad_(step in (2, 3, 5))
         model[4].weight.requires_grad = step != 1
 
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         alone = network()
         optimizer = sgd(alone)
         for step in range(6):
@@ -360,11 +360,11 @@ def test_parameters_that_begin_trained_may_be_frozen_and_unfrozen() -> None:
         found = []
         for options in STAGES:
             model = network()
-            optimizer, zero = divided(place, model, **options)
+            optimizer, zero = divided(context, model, **options)
             for step in range(6):
                 freezes(model, step)
                 optimizer.zero_grad()
-                backward(model, place, step)
+                backward(model, context, step)
                 optimizer.step()
             whole = network()
             whole.load_state_dict(zero.state_dict(everywhere=True))
@@ -375,7 +375,7 @@ def test_parameters_that_begin_trained_may_be_frozen_and_unfrozen() -> None:
 
 
 def test_gradients_of_parts_count_in_every_stage() -> None:
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         batch = batches(1, 6)[0]
         alone = network()
         optimizer = sgd(alone)
@@ -388,11 +388,11 @@ def test_gradients_of_parts_count_in_every_stage() -> None:
         for options in STAGES:
             for absent in (False, True):  # rank 1 has no examples
                 model = network()
-                optimizer, zero = divided(place, model, **options)
+                optimizer, zero = divided(context, model, **options)
                 assert all(piece.grad is None for piece in zero.parts())
                 if not absent:
-                    F.cross_entropy(*reversed_part(model, batch, place)).backward()
-                elif place.group.rank == 0:
+                    F.cross_entropy(*reversed_part(model, batch, context)).backward()
+                elif context.group.rank == 0:
                     (2 * F.cross_entropy(model(batch[0]), batch[1])).backward()
                 else:
                     zero.take_part()
@@ -405,8 +405,8 @@ def test_gradients_of_parts_count_in_every_stage() -> None:
                 found.append(distance(whole, alone))
         return found
 
-    def reversed_part(model: nn.Module, batch: Any, place: RankContext) -> tuple[Tensor, Tensor]:
-        inputs, targets = part(batch, place)
+    def reversed_part(model: nn.Module, batch: Any, context: RankContext) -> tuple[Tensor, Tensor]:
+        inputs, targets = part(batch, context)
         return model(inputs), targets
 
     assert max(max(row) for row in on_ranks(2, program)) < 1e-12
@@ -429,10 +429,10 @@ class Fails(torch.autograd.Function):
         return gradient
 
 
-def fails_at(model: Any, layer: int, place: RankContext) -> str:
+def fails_at(model: Any, layer: int, context: RankContext) -> str:
     """A pass whose backward fails before it reaches a layer of `network`."""
     Fails.left = 1
-    inputs, targets = part(batches(1, 6)[0], place)
+    inputs, targets = part(batches(1, 6)[0], context)
     hook = model[layer].register_forward_hook(lambda module, _, outputs: Fails.apply(outputs))
     try:
         F.cross_entropy(model(inputs), targets).backward()
@@ -444,21 +444,21 @@ def fails_at(model: Any, layer: int, place: RankContext) -> str:
 
 
 def test_after_a_backward_pass_that_failed_the_next_one_is_whole_or_refused() -> None:
-    def program(place: RankContext) -> list[Any]:
+    def program(context: RankContext) -> list[Any]:
         found: list[Any] = []
         for options in STAGES:
             for layer in (4, 0):  # before any gradient has left, and after some have
                 for forgets in (False, True):
                     model = network()
-                    optimizer, zero = divided(place, model, **options)
-                    backward(model, place)
+                    optimizer, zero = divided(context, model, **options)
+                    backward(model, context)
                     optimizer.step()
                     zero.zero_grad()
-                    assert fails_at(model, layer, place) == "failed"
+                    assert fails_at(model, layer, context) == "failed"
                     said = said_by(zero.zero_grad) if forgets or layer == 4 else "nothing"
 
                     def step(model: nn.Module = model, optimizer: Any = optimizer) -> None:
-                        backward(model, place, 1)
+                        backward(model, context, 1)
                         optimizer.step()
 
                     if layer == 4:

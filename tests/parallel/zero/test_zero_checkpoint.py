@@ -60,19 +60,19 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(
-    model: nn.Module, optimizer: Any, joint: list[Batch], place: RankContext | None = None
+    model: nn.Module, optimizer: Any, joint: list[Batch], context: RankContext | None = None
 ) -> None:
     for batch in joint:
-        inputs, targets = batch if place is None else part(batch, place)
+        inputs, targets = batch if context is None else part(batch, context)
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
 
 
-def divided(place: RankContext, stage: int, **options: Any) -> tuple[Net, Any, ZeroRedundancy]:
+def divided(context: RankContext, stage: int, **options: Any) -> tuple[Net, Any, ZeroRedundancy]:
     model = make()
     optimizer = optimizer_of(model)
-    zero = ZeroRedundancy(model, optimizer, stage, place.group, units=60, **options)  # type: ignore[arg-type]
+    zero = ZeroRedundancy(model, optimizer, stage, context.group, units=60, **options)  # type: ignore[arg-type]
     return model, optimizer, zero
 
 
@@ -80,19 +80,19 @@ def vector(state: Any) -> torch.Tensor:
     return torch.cat([value.double().reshape(-1) for value in state.values()])
 
 
-def goes_on_from(folder: Path, stage: int, place: RankContext) -> torch.Tensor:
-    model, optimizer, zero = divided(place, stage)
+def goes_on_from(folder: Path, stage: int, context: RankContext) -> torch.Tensor:
+    model, optimizer, zero = divided(context, stage)
     zero.load(folder)
-    train(model, optimizer, JOINT[3:], place)
+    train(model, optimizer, JOINT[3:], context)
     return vector(zero.state_dict(everywhere=True))
 
 
 def test_what_some_ranks_write_other_numbers_of_ranks_and_one_process_go_on_with(
     tmp_path: Path,
 ) -> None:
-    def writes(place: RankContext) -> None:
-        model, optimizer, zero = divided(place, 3)
-        train(model, optimizer, JOINT[:3], place)
+    def writes(context: RankContext) -> None:
+        model, optimizer, zero = divided(context, 3)
+        train(model, optimizer, JOINT[:3], context)
         zero.save(tmp_path)
 
     on_ranks(3, writes)
@@ -117,11 +117,11 @@ def test_whole_states_go_from_one_process_to_ranks_and_back() -> None:
     optimizer = optimizer_of(start)
     train(start, optimizer, JOINT[:2])
 
-    def program(stage: int, place: RankContext) -> Any:
-        model, divided_optimizer, zero = divided(place, stage)
+    def program(stage: int, context: RankContext) -> Any:
+        model, divided_optimizer, zero = divided(context, stage)
         zero.load_state_dict(start.state_dict())
         zero.load_optimizer_state_dict(optimizer.state_dict())
-        train(model, divided_optimizer, JOINT[2:4], place)
+        train(model, divided_optimizer, JOINT[2:4], context)
         return zero.state_dict(), zero.optimizer_state_dict()
 
     reference = make()
@@ -149,12 +149,12 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> None:
-    def program(place: RankContext) -> list[Any]:
-        model, _, zero = divided(place, 3)
+    def program(context: RankContext) -> list[Any]:
+        model, _, zero = divided(context, 3)
         zero.save(tmp_path / "mine")
         before = vector(zero.state_dict(everywhere=True))
         other = network()
-        ZeroRedundancy(other, torch.optim.Adam, 2, place.group).save(tmp_path / "other")
+        ZeroRedundancy(other, torch.optim.Adam, 2, context.group).save(tmp_path / "other")
         state = model.state_dict(keep_vars=True)
         wrong = {name: torch.zeros(2, 2) for name in state}
         said = [
@@ -183,8 +183,8 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_without_all_of_its_parts_is_refused(tmp_path: Path) -> None:
-    def program(place: RankContext) -> None:
-        divided(place, 2)[2].save(tmp_path)
+    def program(context: RankContext) -> None:
+        divided(context, 2)[2].save(tmp_path)
 
     on_ranks(2, program)
     (tmp_path / "00001-of-00002.safetensors").unlink()
@@ -195,9 +195,9 @@ def test_a_checkpoint_without_all_of_its_parts_is_refused(tmp_path: Path) -> Non
 def test_what_version_1_wrote_is_read_and_what_a_later_one_writes_is_refused(
     tmp_path: Path,
 ) -> None:
-    def program(place: RankContext) -> None:
-        model, optimizer, zero = divided(place, 3)
-        train(model, optimizer, JOINT[:1], place)
+    def program(context: RankContext) -> None:
+        model, optimizer, zero = divided(context, 3)
+        train(model, optimizer, JOINT[:1], context)
         zero.save(tmp_path)
 
     on_ranks(2, program)
@@ -281,24 +281,24 @@ DAMAGES: list[Callable[[Path, dict[str, Any]], Any]] = [
 
 
 def test_a_damaged_checkpoint_is_refused_on_every_rank_and_nothing_changes(tmp_path: Path) -> None:
-    def program(place: RankContext) -> list[Any]:
-        model, optimizer, zero = divided(place, 2)
-        train(model, optimizer, JOINT[:1], place)
+    def program(context: RankContext) -> list[Any]:
+        model, optimizer, zero = divided(context, 2)
+        train(model, optimizer, JOINT[:1], context)
         zero.save(tmp_path / "good")
-        train(model, optimizer, JOINT[1:2], place)
+        train(model, optimizer, JOINT[1:2], context)
         before = vector(zero.state_dict(everywhere=True))
         said = []
         for number, damage in enumerate(DAMAGES):
             bad = tmp_path / str(number)
-            if place.group.rank == 0:
+            if context.group.rank == 0:
                 shutil.copytree(tmp_path / "good", bad)
                 damage(bad, json.loads((bad / "index.json").read_text()))
-            place.group.all_gather_values([0.0])
+            context.group.all_gather_values([0.0])
             # rank 0 reads the one that is damaged, and rank 1 another
-            one = bad if place.group.rank == 0 else tmp_path / "good"
+            one = bad if context.group.rank == 0 else tmp_path / "good"
             said.append(refused(lambda one=one: zero.load(one)))  # type: ignore[misc]
         same = bool(torch.equal(before, vector(zero.state_dict(everywhere=True))))
-        train(model, optimizer, JOINT[2:3], place)
+        train(model, optimizer, JOINT[2:3], context)
         return [same, *said]
 
     (same, *mine), (_, *theirs) = on_ranks(2, program)
@@ -312,14 +312,14 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_and_nothing_changes(tmp_p
 
 
 def test_what_one_rank_cannot_write_or_load_no_rank_waits_for(tmp_path: Path) -> None:
-    def program(place: RankContext) -> list[str]:
-        _, _, zero = divided(place, 3)
+    def program(context: RankContext) -> list[str]:
+        _, _, zero = divided(context, 3)
         # each host its own folder; and a folder that is a file
-        apart = tmp_path / f"of rank {place.group.rank}"
-        blocked = tmp_path / "file" if place.group.rank == 1 else tmp_path / "folder"
+        apart = tmp_path / f"of rank {context.group.rank}"
+        blocked = tmp_path / "file" if context.group.rank == 1 else tmp_path / "folder"
         (tmp_path / "file").write_text("")
         state = zero.state_dict(everywhere=True)
-        if place.group.rank == 1:
+        if context.group.rank == 1:
             state["norm.running_mean"] = torch.zeros(1, dtype=torch.float64)
         return [
             refused(lambda: zero.save(apart)),

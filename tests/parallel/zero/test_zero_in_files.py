@@ -29,10 +29,10 @@ def model_of(seed: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(WIDTH, 3), nn.BatchNorm1d(3))
 
 
-def divided(place: RankContext, seed: int) -> ZeroRedundancy:
+def divided(context: RankContext, seed: int) -> ZeroRedundancy:
     model = model_of(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return ZeroRedundancy(model, optimizer, stage=3, process_group=place.group)
+    return ZeroRedundancy(model, optimizer, stage=3, process_group=context.group)
 
 
 def stepped(zero: ZeroRedundancy) -> None:
@@ -55,9 +55,9 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def program(folder: Path, place: RankContext) -> list[Any]:
+def program(folder: Path, context: RankContext) -> list[Any]:
     tensor_transfer.PIECE = 1 << 20
-    zero = divided(place, 1)
+    zero = divided(context, 1)
     stepped(zero)
     reset = Path("/proc/self/clear_refs")
     trim_heap()
@@ -67,7 +67,7 @@ def program(folder: Path, place: RankContext) -> list[Any]:
     state = zero.optimizer_state_dict(SpillStore(folder))
     grown = peak("VmHWM") - before
     told: Any = None
-    if place.group.rank == 0:
+    if context.group.rank == 0:
         lie = [isinstance(leaf, DiskTensor) for leaf in weights.leaves.values()]  # type: ignore[attr-defined]
         told = [sum(lie), list(weights) == list(model_of(1).state_dict())]
     like = [same(dict(weights), zero.state_dict()), same(state, zero.optimizer_state_dict())]

@@ -222,14 +222,14 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def walk(
     model: nn.Module,
     joint: list[Batch],
-    place: RankContext | None,
+    context: RankContext | None,
     zero: ZeroRedundancy | None,
     optimizer: Any,
 ) -> None:
     """Steps on joint batches, of which each rank has its part, perhaps none; gradients are those of
     the joint mean."""
     for batch in joint:
-        inputs, targets = batch if place is None else part(batch, place)
+        inputs, targets = batch if context is None else part(batch, context)
         optimizer.zero_grad()
         if len(inputs):
             (F.cross_entropy(model(inputs), targets, reduction="sum") / len(batch[0])).backward()
@@ -239,7 +239,7 @@ def walk(
 
 
 def program(
-    make: Callable[[], nn.Module], examples: int, place: RankContext
+    make: Callable[[], nn.Module], examples: int, context: RankContext
 ) -> dict[str, tuple[float, list[int], bytes]]:
     """For each variant: how far it is from one process, bytes sent beyond the formula in each step,
     the bits."""
@@ -256,13 +256,13 @@ def program(
         model = copy.deepcopy(start)
         optimizer = optimizer_of(model)
         zero = ZeroRedundancy(
-            model, optimizer, process_group=place.group, reduce="sum", units=60, **options
+            model, optimizer, process_group=context.group, reduce="sum", units=60, **options
         )
         beyond = []
         for batch in joint:
-            before = place.group.meter.counters.bytes_sent
-            walk(model, [batch], place, zero, optimizer)
-            beyond.append(place.group.meter.counters.bytes_sent - before - zero.bytes_per_step())
+            before = context.group.meter.counters.bytes_sent
+            walk(model, [batch], context, zero, optimizer)
+            beyond.append(context.group.meter.counters.bytes_sent - before - zero.bytes_per_step())
         with torch.no_grad(), zero.gathered():
             again = copy.deepcopy(model.state_dict())
         whole = copy.deepcopy(alone)
@@ -284,7 +284,9 @@ def test_every_model_walks_the_path_of_one_process(
     # what is used twice is gathered again the first time, for which all ranks need examples
     models = [make for make in MODELS if examples >= ranks or make is not Disordered]
     rows = on_ranks(
-        ranks, lambda place: [program(make, examples, place) for make in models], backend=backend
+        ranks,
+        lambda context: [program(make, examples, context) for make in models],
+        backend=backend,
     )
     for make, results in zip(models, zip(*rows, strict=True), strict=True):
         for variant in VARIANTS:

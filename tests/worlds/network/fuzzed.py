@@ -73,8 +73,8 @@ class Target:
         self.journal = Journal(self.folder, clock)
         self.ending.callback(self.journal.close)
         self.updates = Updates(self.folder / "updates")
-        self.desk = ClientOutbox(clock.now)
-        self.shelf = BlobCache()
+        self.outbox = ClientOutbox(clock.now)
+        self.cache = BlobCache()
         self.register = enter(Register(self.folder / FILE, PLACES))
         # No hurry and no quarantine: each request is to be looked at.
         limits = RateLimits(rate=1e9, burst=1e9, refusals=10**9)
@@ -91,11 +91,11 @@ class Target:
             compare=lambda theirs, ours: ["the loss"] if theirs.loss else [],
             samples=lambda examples: 2 * examples,
         )
-        self.app = App(served, self.desk, self.shelf, self.journal, self.updates, self.access)
+        self.app = App(served, self.outbox, self.cache, self.journal, self.updates, self.access)
         self.serving = HttpServer(self.app.asgi(), "127.0.0.1", 0, None, self.app.lives_in)
         self.ending.callback(self.serving.stop)
-        self.desk.open.set()
-        self.shelf.put(TENSORS)
+        self.outbox.open.set()
+        self.cache.put(TENSORS)
         self.signers = {who: Signer(Key.make()) for who in ("client", "other", "stranger")}
         for number, who in enumerate(("client", "other")):
             said = {"version": 1, "name": who, "examples": 5, "wants": number}
@@ -109,31 +109,31 @@ class Target:
     def assign(self) -> None:
         """The client is to train, and to answer a step of a protocol on an earlier update."""
         train = Train(TICKET, 3, 3, DIGEST, len(STREAM))
-        self.desk.assign(0, train, None, forms_of(TENSORS))
-        self.desk.ask(0, ProtocolStepBody(TICKET - 1, 2, ASKING, b"hello"), {})
-        while not self.desk.answers.empty():
-            self.desk.answers.get()
+        self.outbox.assign(0, train, None, forms_of(TENSORS))
+        self.outbox.ask(0, ProtocolStepBody(TICKET - 1, 2, ASKING, b"hello"), {})
+        while not self.outbox.answers.empty():
+            self.outbox.answers.get()
 
     def state(self) -> dict[str, Any]:
         """Everything that a request could change, once no other is under way."""
         until = time.monotonic() + SECONDS
-        while any(seat.calls for seat in self.desk.everybody()):
+        while any(session.calls for session in self.outbox.everybody()):
             assert time.monotonic() < until, "a call does not end"
             time.sleep(0.001)
-        desk = {
+        outbox = {
             number: (
-                *(seat.name, seat.examples, seat.held_out, seat.here, seat.missing),
-                *(seat.train, dict(seat.outcomes), seat.measure, list(seat.sent)),
-                *(seat.say, seat.uploaded_answer, seat.answered),
+                *(session.name, session.examples, session.held_out, session.here, session.missing),
+                *(session.train, dict(session.outcomes), session.measure, list(session.sent)),
+                *(session.say, session.uploaded_answer, session.answered),
             )
-            for number, seat in sorted(self.desk.seats.items())
+            for number, session in sorted(self.outbox.sessions.items())
         }
         # What is under way and turns out to be another update is rightly dropped.
         whole = sorted(path.name for path in self.updates.folder.glob("*.safetensors"))
         return {
-            "desk": desk,
+            "outbox": outbox,
             "journal": self.journal.last,
-            "answers": self.desk.answers.qsize(),
+            "answers": self.outbox.answers.qsize(),
             "files": whole,
             "clients": self.register.clients(),
             "reserved": dict(self.app.uploads.reserved),
@@ -142,7 +142,7 @@ class Target:
     def sizes(self) -> dict[str, int]:
         """Of what could grow."""
         return {
-            "seats": len(self.desk.seats),
+            "sessions": len(self.outbox.sessions),
             "reserved": len(self.app.uploads.reserved),
             "uploads": len(self.updates._uploads),
             "kinds of refusals": len(self.access.status()["refusals"]),

@@ -31,25 +31,25 @@ def run(ranks: int, program: Callable[[RankContext], Any], deadline: float = 20)
     return dure.Processes(ranks, deadline).run(program, lambda event: None)
 
 
-def endless(place: RankContext, fate: Callable[[RankContext], None], fatal_step: int = 5) -> None:
+def endless(context: RankContext, fate: Callable[[RankContext], None], fatal_step: int = 5) -> None:
     """Reduces for ever; at `fatal_step` `fate` decides what happens to a rank."""
     step = 0
     while True:
         step += 1
-        place.group.step = f"step {step}"
+        context.group.step = f"step {step}"
         if step == fatal_step:
-            fate(place)
-        all_reduce(torch.ones(1_000), place.group, "ring")
+            fate(context)
+        all_reduce(torch.ones(1_000), context.group, "ring")
 
 
 def test_every_rank_has_its_number_its_threads_and_the_parents_folder(tmp_path: Path) -> None:
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         facts = [
-            float(place.group.rank),
+            float(context.group.rank),
             float(torch.get_num_threads()),
             float(os.stat(".").st_ino),
         ]
-        return [fact for row in place.group.all_gather_values(facts) for fact in row]
+        return [fact for row in context.group.all_gather_values(facts) for fact in row]
 
     facts = run(2, program)
     assert facts[0::3] == [0, 1]
@@ -60,7 +60,7 @@ def test_every_rank_has_its_number_its_threads_and_the_parents_folder(tmp_path: 
 def test_a_rank_collects_no_garbage_among_what_was_imported_before_it() -> None:
     """Else it would write into every object, and have the pages for itself."""
 
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         # All of torch is frozen; what the rank has made itself is not.
         kinds = (type(one) for one in gc.get_objects() if isinstance(one, type(torch)))
         return [float(gc.get_freeze_count()), float(sum(1 for _ in kinds))]
@@ -74,7 +74,7 @@ def test_nobody_can_reach_the_ranks_over_the_network() -> None:
     """Nor do they ask a name server what their own machine is called: there is no address to ask
     for."""
 
-    def program(place: RankContext) -> list[float]:
+    def program(context: RankContext) -> list[float]:
         own = {os.stat(one).st_ino for one in Path("/proc/self/fd").iterdir() if one.exists()}
         tables = [Path(f"/proc/self/net/{name}") for name in ("tcp", "tcp6", "udp", "udp6")]
         known = {
@@ -85,7 +85,7 @@ def test_nobody_can_reach_the_ranks_over_the_network() -> None:
         }
         return [
             count
-            for row in place.group.all_gather_values([float(len(own & known))])
+            for row in context.group.all_gather_values([float(len(own & known))])
             for count in row
         ]
 
@@ -93,8 +93,8 @@ def test_nobody_can_reach_the_ranks_over_the_network() -> None:
 
 
 def test_what_a_rank_prints_reaches_the_user(capfd: pytest.CaptureFixture[str]) -> None:
-    def greet(place: RankContext) -> None:
-        print(f"hello from {place.group.rank}\n", end="", flush=True)  # one write each
+    def greet(context: RankContext) -> None:
+        print(f"hello from {context.group.rank}\n", end="", flush=True)  # one write each
 
     run(2, greet)
     assert sorted(capfd.readouterr().out.split("\n"))[1:] == ["hello from 0", "hello from 1"]
@@ -103,20 +103,20 @@ def test_what_a_rank_prints_reaches_the_user(capfd: pytest.CaptureFixture[str]) 
 def test_events_of_rank_0_are_reported_in_order() -> None:
     seen: list[int] = []
 
-    def program(place: RankContext) -> None:
-        if place.group.rank == 0:
+    def program(context: RankContext) -> None:
+        if context.group.rank == 0:
             for step in range(5):
-                place.report({"unit": "step", "step": step})
+                context.report({"unit": "step", "step": step})
 
     dure.Processes(2).run(program, lambda event: seen.append(event["step"]))
     assert seen == [0, 1, 2, 3, 4]
 
 
 def test_an_error_of_the_users_code_arrives_with_its_rank_and_traceback() -> None:
-    def broken(place: RankContext) -> None:
-        if place.group.rank == 1:
+    def broken(context: RankContext) -> None:
+        if context.group.rank == 1:
             raise ZeroDivisionError("my own mistake")
-        all_reduce(torch.ones(10), place.group, "ring")
+        all_reduce(torch.ones(10), context.group, "ring")
 
     with pytest.raises(
         WorkerFailedError, match=r"rank 1 failed.*ZeroDivisionError: my own mistake"
@@ -145,12 +145,12 @@ def test_an_error_in_a_model_names_rank_and_step() -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_killed_rank_is_named_with_operation_and_step(victim: int) -> None:
-    def fate(place: RankContext) -> None:
-        if place.group.rank == victim:
+    def fate(context: RankContext) -> None:
+        if context.group.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(PeerLostError) as caught:
-        run(4, lambda place: endless(place, fate))
+        run(4, lambda context: endless(context, fate))
     assert caught.value.ranks == (victim,)
     assert (
         str(caught.value)
@@ -159,24 +159,24 @@ def test_a_killed_rank_is_named_with_operation_and_step(victim: int) -> None:
 
 
 def test_a_rank_that_exits_is_named_with_its_status() -> None:
-    def fate(place: RankContext) -> None:
-        if place.group.rank == 1:
+    def fate(context: RankContext) -> None:
+        if context.group.rank == 1:
             os._exit(7)
 
     with pytest.raises(
         PeerLostError, match="rank 1 exited with status 7, during ring all-reduce of step 5"
     ):
-        run(3, lambda place: endless(place, fate))
+        run(3, lambda context: endless(context, fate))
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stopped_rank_is_named_within_the_deadline(victim: int) -> None:
-    def fate(place: RankContext) -> None:
-        if place.group.rank == victim:
+    def fate(context: RankContext) -> None:
+        if context.group.rank == victim:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     with pytest.raises(PeerLostError) as caught:
-        run(4, lambda place: endless(place, fate), deadline=4)
+        run(4, lambda context: endless(context, fate), deadline=4)
     assert caught.value.ranks == (victim,)
     assert "fell silent (nothing for 3 s), during ring all-reduce of step 5" in str(caught.value)
 
@@ -207,11 +207,11 @@ def test_a_loss_that_is_not_finite_names_its_rank_and_step_on_all() -> None:
 
 
 def test_the_world_can_be_used_again_after_a_failure_and_many_times() -> None:
-    def fate(place: RankContext) -> None:
+    def fate(context: RankContext) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(PeerLostError):
-        run(2, lambda place: endless(place, fate))
+        run(2, lambda context: endless(context, fate))
     pid = server.pid
     runs = [
         dure.train(small_task(), dure.DataParallel(8), dure.Processes(2), dure.Stop(steps=4))
@@ -233,18 +233,18 @@ def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
 
 
 def test_the_fork_server_is_started_anew_when_it_was_killed(own_server: ForkServer) -> None:
-    run(2, lambda place: None)
+    run(2, lambda context: None)
     assert own_server.pid is not None
     os.kill(own_server.pid, signal.SIGKILL)
     time.sleep(0.1)
-    assert run(2, lambda place: place.group.size) == 2
+    assert run(2, lambda context: context.group.size) == 2
 
 
 def test_ranks_find_imported_what_their_parent_has_imported() -> None:
     import dure.averaging.local_sgd
     import dure.cli.main  # noqa: F401
 
-    def at_its_start(place: RankContext) -> list[str]:
+    def at_its_start(context: RankContext) -> list[str]:
         import sys
 
         wanted = ["dure.averaging.local_sgd", "pytest", "dure.cli.main", "this"]
@@ -256,7 +256,7 @@ def test_ranks_find_imported_what_their_parent_has_imported() -> None:
 
 def test_a_fork_server_imports_at_its_start_what_it_begins_with(own_server: ForkServer) -> None:
     own_server.begins_with("tabnanny", "nowhere_to_be_found")
-    assert run(2, lambda place: "tabnanny" in sys.modules)
+    assert run(2, lambda context: "tabnanny" in sys.modules)
 
 
 def test_the_fork_server_lives_on_when_it_cannot_import_a_module(
@@ -264,18 +264,19 @@ def test_the_fork_server_lives_on_when_it_cannot_import_a_module(
 ) -> None:
     monkeypatch.setitem(sys.modules, "nowhere_to_be_found", sys)
     server.preload("nowhere_to_be_found")
-    assert run(2, lambda place: place.group.size) == 2
+    assert run(2, lambda context: context.group.size) == 2
 
 
 def test_what_a_script_sets_for_the_whole_process_holds_on_its_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SET_AFTER_THE_SERVER_STARTED", "yes")
-    run(2, lambda place: None)
+    run(2, lambda context: None)
     torch.set_default_dtype(torch.float64)
     try:
         seen = run(
-            2, lambda place: (torch.zeros(1).dtype, os.environ.get("SET_AFTER_THE_SERVER_STARTED"))
+            2,
+            lambda context: (torch.zeros(1).dtype, os.environ.get("SET_AFTER_THE_SERVER_STARTED")),
         )
     finally:
         torch.set_default_dtype(torch.float32)
@@ -283,8 +284,8 @@ def test_what_a_script_sets_for_the_whole_process_holds_on_its_ranks(
 
 
 def test_a_dead_rank_whose_child_lives_on_is_noticed_all_the_same() -> None:
-    def fate(place: RankContext) -> None:
-        if place.group.rank == 1:
+    def fate(context: RankContext) -> None:
+        if context.group.rank == 1:
             if os.fork() == 0:
                 time.sleep(20)
                 os._exit(0)
@@ -292,14 +293,14 @@ def test_a_dead_rank_whose_child_lives_on_is_noticed_all_the_same() -> None:
 
     started = time.monotonic()
     with pytest.raises(PeerLostError, match="rank 1 was killed by SIGKILL"):
-        run(2, lambda place: endless(place, fate), deadline=4)
+        run(2, lambda context: endless(context, fate), deadline=4)
     assert time.monotonic() - started < 19, (
         "before the child, which holds the rank's sockets, has ended"
     )
 
 
 def test_an_error_with_a_long_message_still_arrives() -> None:
-    def broken(place: RankContext) -> None:
+    def broken(context: RankContext) -> None:
         raise ValueError("long " * 100_000)
 
     with pytest.raises(
@@ -311,7 +312,7 @@ def test_an_error_with_a_long_message_still_arrives() -> None:
 def test_what_cannot_travel_is_told_before_anything_starts() -> None:
     lock = threading.Lock()
     with pytest.raises(DureError, match=r"cannot travel to its ranks: TypeError: .*lock"):
-        run(2, lambda place: lock.locked())
+        run(2, lambda context: lock.locked())
 
 
 def test_a_question_interrupted_by_ctrl_c_leaves_no_answer_behind() -> None:
@@ -415,10 +416,10 @@ def test_a_world_without_ranks_or_patience_is_refused() -> None:
 
 
 def test_the_backend_of_the_ranks_is_the_one_asked_for() -> None:
-    assert run(2, lambda place: torch.distributed.get_backend()) == "dure"
+    assert run(2, lambda context: torch.distributed.get_backend()) == "dure"
     processes = dure.Processes(2, backend="gloo")
     assert (
-        processes.run(lambda place: torch.distributed.get_backend(), lambda event: None) == "gloo"
+        processes.run(lambda context: torch.distributed.get_backend(), lambda event: None) == "gloo"
     )
     with pytest.raises(ValueError, match="there is no backend 'nccl': it is gloo or dure"):
         dure.Processes(2, backend="nccl")  # type: ignore[arg-type]
@@ -461,5 +462,5 @@ def test_what_ends_its_parent_leaves_the_fork_server_to_clear_up(sent: int) -> N
     before = server.pid
     assert before is not None
     os.kill(before, sent)
-    run(2, lambda place: None)
+    run(2, lambda context: None)
     assert server.pid == before

@@ -86,7 +86,7 @@ def test_what_is_set_in_the_parent_holds_in_every_rank() -> None:
     here = shown(settings_here())
     changed = {name for name in here if here[name] != before.get(name)}
     assert changed >= set(CHANGES)
-    seen = dure.Processes(2).run(lambda place: shown(settings_here()), print)
+    seen = dure.Processes(2).run(lambda context: shown(settings_here()), print)
     assert {name: seen.get(name) for name in changed} == {name: here[name] for name in changed}
 
 
@@ -126,7 +126,7 @@ def test_surroundings_are_the_parents_as_they_are_now(tmp_path: Any) -> None:
     assert (arguments, path, folder) == (sys.argv, sys.path, str(tmp_path))
     assert (mode, zone) == (0o640, "EST")
     del os.environ["OF_THE_PARENT"]
-    assert ranks.run(lambda place: os.environ.get("OF_THE_PARENT"), print) is None
+    assert ranks.run(lambda context: os.environ.get("OF_THE_PARENT"), print) is None
 
 
 def test_worker_threads_begin_with_the_settings_of_the_thread_that_starts_them() -> None:

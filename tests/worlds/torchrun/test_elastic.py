@@ -319,12 +319,12 @@ def test_the_command_of_a_run_that_has_ended_trains_no_more(
         command(elastic=False)
 
 
-def ended_on_every_rank(place: RankContext, job: Job) -> list[float]:
+def ended_on_every_rank(context: RankContext, job: Job) -> list[float]:
     """Whether each rank knows that rank 0 was interrupted, and evaluated no more."""
-    outcome = drive(job, dataclasses.replace(place, interrupted=lambda: True))
+    outcome = drive(job, dataclasses.replace(context, interrupted=lambda: True))
     steps, evaluations = len(outcome.history.steps), len(outcome.history.evaluations)
     told = (outcome.summary["ended"] == "interrupt") and (steps, evaluations) == (1, 1)
-    return [value for (value,) in place.group.all_gather_values([float(told)])]
+    return [value for (value,) in context.group.all_gather_values([float(told)])]
 
 
 def test_every_rank_of_an_elastic_job_knows_that_it_makes_way(tmp_path: Path) -> None:
@@ -358,9 +358,10 @@ def test_an_elastic_job_does_not_wait_for_an_evaluation_to_save(
     assert steps == saved
 
 
-def does_not_see_it(place: RankContext, job: Job) -> None:
+def does_not_see_it(context: RankContext, job: Job) -> None:
     drive(
-        job if place.group.rank == 0 else dataclasses.replace(job, folder=Path("elsewhere")), place
+        job if context.group.rank == 0 else dataclasses.replace(job, folder=Path("elsewhere")),
+        context,
     )
 
 

@@ -81,9 +81,9 @@ class MessageWork(CallHandle):
     `wait` makes progress on the letter itself.
     """
 
-    def __init__(self, letter: PendingMessage) -> None:
-        super().__init__([letter.tensor])
-        self._letter = letter
+    def __init__(self, pending: PendingMessage) -> None:
+        super().__init__([pending.tensor])
+        self._letter = pending
 
     def _await(self, seconds: float | None) -> bool:
         return self._letter.mailbox.carry_until(self._letter, seconds)
@@ -221,32 +221,32 @@ class Mailbox:
         if letter.error is not None:
             raise letter.error
 
-    def _ask(self, letter: PendingMessage) -> None:
+    def _ask(self, pending: PendingMessage) -> None:
         """Match a receive with buffered messages, or register it; the lock is held."""
         # In the order of arrival, so that of two messages with the same tag the first is taken
         # first. An incomplete message matches too, and is handed over when it is complete.
         for aside in self._aside:
-            wanted = letter.tag == aside.tag and letter.peer in (ANY, aside.source)
+            wanted = pending.tag == aside.tag and pending.peer in (ANY, aside.source)
             if wanted and aside.letter is None:
-                aside.letter = letter
+                aside.letter = pending
                 if aside.complete:
                     self._hand_over(aside)
                 return
-        self._wanted.append(letter)
+        self._wanted.append(pending)
 
-    def carry_until(self, letter: PendingMessage, seconds: float | None) -> bool:
+    def carry_until(self, pending: PendingMessage, seconds: float | None) -> bool:
         """Make progress on all messages until this letter is done; False after `seconds`."""
         start = looked = time.monotonic()
         # From now on `close` waits for this thread, because it uses the channels.
         with self._lock:
             self._carriers += 1
         try:
-            while not letter.done:
+            while not pending.done:
                 # The bell is read before the channels: later data ring again, so none is missed.
                 seen = self._host.bell()
                 with self._lock:
                     moved = self._step(self._carriers - 1)
-                if letter.done:
+                if pending.done:
                     break
                 now = time.monotonic()
                 if seconds is not None and now - start >= seconds:
@@ -254,7 +254,7 @@ class Mailbox:
                 # By the clock: other peers may keep sending while this letter's peer is lost.
                 if now - looked >= TICK:
                     looked = now
-                    if (loss := self._look_around(letter, now - start)) is not None:
+                    if (loss := self._look_around(pending, now - start)) is not None:
                         self._end(self._host.abort(loss))
                 # At most a tick, so that a lost peer, which cannot ring, is detected.
                 if not moved:
@@ -310,14 +310,14 @@ class Mailbox:
                 self._host.ring(self._own)
         return moved
 
-    def _push(self, to: int, letter: PendingMessage) -> bool:
+    def _push(self, to: int, pending: PendingMessage) -> bool:
         """Send further bytes; return whether any were sent, or none remained."""
-        done = max(0, letter.moved - _HEADER.size)  # bytes of the body that have left
-        header = letter.header[letter.moved :]
-        body = letter.dense
+        done = max(0, pending.moved - _HEADER.size)  # bytes of the body that have left
+        header = pending.header[pending.moved :]
+        body = pending.dense
         went = self._host.channel_write(to, header, body.data_ptr() + done, body.nbytes - done)
-        letter.moved += went
-        return went > 0 or letter.moved == _HEADER.size + body.nbytes
+        pending.moved += went
+        return went > 0 or pending.moved == _HEADER.size + body.nbytes
 
     def _pull(self, source: int, stream: _Stream) -> bool:
         """Read the data that has arrived from a source; return whether there was any."""
@@ -426,35 +426,35 @@ class Mailbox:
         bytes_of(letter.dense).copy_(aside.body)
         letter.delivered(aside.source)
 
-    def _fits(self, letter: PendingMessage, nbytes: int, kind: int) -> bool:
-        return nbytes == letter.dense.nbytes and kind == self._number_of[letter.tensor.dtype]
+    def _fits(self, pending: PendingMessage, nbytes: int, kind: int) -> bool:
+        return nbytes == pending.dense.nbytes and kind == self._number_of[pending.tensor.dtype]
 
-    def _misfit(self, letter: PendingMessage, source: int, nbytes: int) -> MismatchError:
+    def _misfit(self, pending: PendingMessage, source: int, nbytes: int) -> MismatchError:
         """Return the error of a receive whose message has another size or dtype."""
         # Only the receiver gets the error: the sender has already completed its send.
-        sent = f"send of {nbytes} bytes with tag {letter.tag}"
-        dtype = str(letter.tensor.dtype).removeprefix("torch.")
-        asked = f"recv of {letter.dense.nbytes} bytes of {dtype}"
+        sent = f"send of {nbytes} bytes with tag {pending.tag}"
+        dtype = str(pending.tensor.dtype).removeprefix("torch.")
+        asked = f"recv of {pending.dense.nbytes} bytes of {dtype}"
         names = self._host.members.names
         return MismatchError("a message", (((names[source],), sent), ((self._name(),), asked)))
 
     # Trouble, and the thread.
 
-    def _look_around(self, letter: PendingMessage, waited: float) -> PeerLostError | None:
+    def _look_around(self, pending: PendingMessage, waited: float) -> PeerLostError | None:
         """Return the error for the peers of a letter, if any, after a tick."""
         ended = self._host.aborted()
         if ended is not None:
             return ended
         # A receive from any rank fails only when all ranks are lost.
-        peers = self._others if letter.peer == ANY else [letter.peer]
+        peers = self._others if pending.peer == ANY else [pending.peer]
         step = f"call {self._host.current()[0]}"
-        loss = self._host.loss_among(peers, letter.name, step)
-        if loss is not None and (letter.peer != ANY or len(loss.ranks) == len(self._others)):
+        loss = self._host.loss_among(peers, pending.name, step)
+        if loss is not None and (pending.peer != ANY or len(loss.ranks) == len(self._others)):
             with self._lock:  # its messages from before its death have arrived by now
                 self._step(self._carriers - 1)
-            return loss if not letter.done else None
+            return loss if not pending.done else None
         if waited >= self._host.timeout:
-            return self._host.silent(peers, letter.name, step)
+            return self._host.silent(peers, pending.name, step)
         return self._host.remote()
 
     def _end(self, loss: PeerLostError) -> None:
@@ -477,9 +477,9 @@ class Mailbox:
         if self._host.is_over():
             raise self._host.aborted() or AssertionError("over without a reason")
 
-    def _care_for(self, letter: PendingMessage) -> None:
+    def _care_for(self, pending: PendingMessage) -> None:
         """Make the thread take over a letter for which possibly no thread waits."""
-        if letter.done or self._work_to_do.is_set():
+        if pending.done or self._work_to_do.is_set():
             return
         # The thread starts only if letters stay in progress: most ranks never need it.
         if self._thread is None:

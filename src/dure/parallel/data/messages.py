@@ -74,9 +74,9 @@ class BucketMessages:
             self.bucket_of.update(dict.fromkeys(bucket.members, number))
         self._flats = self._made(tail)
         last = self._flats[-1].whole
-        self.tail = last[len(last) - tail :]
+        self.trailer = last[len(last) - tail :]
         # the same memory as a numpy array
-        self._tail = self.tail.numpy() if self.tail.device.type == "cpu" else None
+        self._tail = self.trailer.numpy() if self.trailer.device.type == "cpu" else None
         self._is_native = how.algorithm == "native" and group.size > 1
         # If ranks could end messages later but must not, each message is completed at its start.
         self._prepare = native.prepare_all_reduce
@@ -113,7 +113,7 @@ class BucketMessages:
 
     def lengths(self) -> list[int]:
         """Return the elements of each message."""
-        return self.plan.lengths(self.kinds, len(self.tail))
+        return self.plan.lengths(self.kinds, len(self.trailer))
 
     def fill(self, number: int) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
         """Copy the gradients of a message to their places.
@@ -187,7 +187,7 @@ class BucketMessages:
         if self._tail is not None:  # numpy has less overhead than torch during backward
             self._tail[:] = numbers
         else:
-            self.tail.copy_(torch.tensor(numbers, dtype=self.tail.dtype))
+            self.trailer.copy_(torch.tensor(numbers, dtype=self.trailer.dtype))
 
     def begin(self, number: int, flat: Tensor, views: Sequence[Tensor]) -> Callable[[], float]:
         """Start the all-reduce of a filled message, or run it.

@@ -122,7 +122,7 @@ class Reducer:
             self.parameters if self._shares_memory else [], self._place_of
         )
         self.messages: BucketMessages | None = None
-        self.tail = Trailer([], self.group.rank, self.group.size)
+        self.trailer = Trailer([], self.group.rank, self.group.size)
         # how often a pass accumulates each gradient; more than once if a checkpoint nests backward
         self._times = [1] * len(self.parameters)
         self._used: list[bool] | None = None
@@ -280,8 +280,8 @@ class Reducer:
         flat, views, missing = messages.fill(number)
         self.missing.update(missing)
         # The trailer is written last, when this rank's arrival and used gradients are known.
-        if self.next == messages.count and self.tail.length:
-            messages.write_tail(self.tail.encode(self._said()))
+        if self.next == messages.count and self.trailer.length:
+            messages.write_tail(self.trailer.encode(self._said()))
         if self._at_once:
             self._begin(messages, number, flat, views)
         elif self.way == "after" or self.group.size == 1:
@@ -347,7 +347,7 @@ class Reducer:
 
     def _arrived(self, messages: BucketMessages) -> None:
         """Decode the trailer, and set gradients of parameters that only other ranks have used."""
-        self.trailer_sums = self.tail.decode(messages.tail.tolist())
+        self.trailer_sums = self.trailer.decode(messages.trailer.tolist())
         # A gradient that no rank has used stays None, so that the optimizer skips the parameter. A
         # compressor may send residuals of earlier steps, though no rank has used the parameter in
         # this step.
@@ -405,13 +405,13 @@ class Reducer:
 
     def _follow(self, plan: BucketPlan) -> BucketMessages:
         """Create the messages of `plan` and use them from now on."""
-        self.tail = self._tail_for(plan.messages())
+        self.trailer = self._tail_for(plan.messages())
         self.messages = BucketMessages(
             plan,
             self.parameters,
             self.group,
             self.how,
-            tail=self.tail.length,
+            tail=self.trailer.length,
             remembered=self._restored,
             split_phase=self.way == "split-phase",
         )

@@ -306,10 +306,10 @@ class DataParallel(Strategy):
             "own loss is one number for all: use dure.Processes, or give a loss"
         )
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        if place.kind == "threads":
-            return ReplicasLearner(task, place, seed, self.batch_size)
-        return DataParallelLearner(task, place, seed, self)
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
+        if context.kind == "threads":
+            return ReplicasLearner(task, context, seed, self.batch_size)
+        return DataParallelLearner(task, context, seed, self)
 
 
 def elements_in_step(
@@ -343,17 +343,17 @@ class DataParallelLearner(SingleLearner):
 
     announces = True
 
-    def __init__(self, task: Task, place: RankContext, seed: int, strategy: DataParallel) -> None:
+    def __init__(self, task: Task, context: RankContext, seed: int, strategy: DataParallel) -> None:
         super().__init__(
             task,
-            place,
+            context,
             seed,
             strategy.batch_size,
             wanted=strategy._wanted,
             offloaded=LearnerOffloading(
-                strategy.offload, strategy.offload_folder, place, place.devices[0]
+                strategy.offload, strategy.offload_folder, context, context.devices[0]
             ),
-            again=strategy._again(task, place.group.size),
+            again=strategy._again(task, context.group.size),
         )
         self.strategy = strategy
         check_rank_pieces(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
@@ -365,7 +365,7 @@ class DataParallelLearner(SingleLearner):
         # Compressors have residuals, which differ between ranks: a checkpoint then has a part for
         # each rank.
         self.rank_state_differs = how.compresses
-        self.started = common_start(self.group, place.clock_offset)
+        self.started = common_start(self.group, context.clock_offset)
         self._loss = 0.0
         self._counted = 0.0
         self._asked = 0

@@ -128,8 +128,8 @@ class Hogwild(Strategy):
                 "Hogwild's workers share the weights, so they compute on one device: give only one"
             )
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        return HogwildLearner(task, place, seed, self)
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
+        return HogwildLearner(task, context, seed, self)
 
 
 class HogwildSteps(NamedTuple):
@@ -225,10 +225,10 @@ class HogwildLearner(SingleLearner):
     unit = "round"
     rank_state_differs = True
 
-    def __init__(self, task: Task, place: RankContext, seed: int, strategy: Hogwild) -> None:
-        super().__init__(task, place, seed, strategy.batch_size)
+    def __init__(self, task: Task, context: RankContext, seed: int, strategy: Hogwild) -> None:
+        super().__init__(task, context, seed, strategy.batch_size)
         self.strategy = strategy
-        self.place = place
+        self.context = context
         steps = self.batches.steps_per_epoch
         self.period = strategy.period if strategy.period is not None else steps
         self.units_per_epoch = max(1, steps // self.period)
@@ -236,11 +236,11 @@ class HogwildLearner(SingleLearner):
         # For processes this flag is in shared memory, so that it stops all ranks.
         self.stop = torch.zeros(1, dtype=torch.int64)
         self.team: WorkerThreads | None = None
-        if place.kind == "threads":
+        if context.kind == "threads":
             self.group.meter.name = "worker 0"
             self.group.meter.is_worker = True
-            self.size = len(place.devices)
-            self.team = worker_threads_at(place, self.flops_per_step())
+            self.size = len(context.devices)
+            self.team = worker_threads_at(context, self.flops_per_step())
         else:
             self.size = self.group.size
             self.stop = share_weights(self.model, self.group)
@@ -251,7 +251,7 @@ class HogwildLearner(SingleLearner):
         for number in range(1, len(self.team or ())):
             own = replica(self.model, unused_copy(self.model, task, seed), self.device)
             self.hogwild_workers.append(
-                HogwildWorker(number, self, own, Meter(f"worker {number}", place.trace))
+                HogwildWorker(number, self, own, Meter(f"worker {number}", context.trace))
             )
 
     def flops_per_step(self) -> float:
@@ -263,7 +263,7 @@ class HogwildLearner(SingleLearner):
 
     def stopping(self) -> bool:
         """Return whether workers have to stop: a worker has failed, or the user asks for it."""
-        if self.place.interrupted():
+        if self.context.interrupted():
             self.stop_all()
         return bool(self.stop)
 
@@ -312,9 +312,9 @@ class HogwildLearner(SingleLearner):
         ran = self.hogwild_workers[0].run(first, end)
         ended = time.perf_counter()
         # Arrivals are sent in the time of rank 0's clock.
-        told = [float(control_flags), ended + self.place.clock_offset, *map(float, ran)]
+        told = [float(control_flags), ended + self.context.clock_offset, *map(float, ran)]
         rows = self.group.all_gather_values(told, "the end of a round")
-        arrival = max(row[1] for row in rows) - self.place.clock_offset
+        arrival = max(row[1] for row in rows) - self.context.clock_offset
         self.group.meter.compute("training", started, ended, self.round + 1)
         self.group.meter.communication(
             "meeting", ended, time.perf_counter(), self.round + 1, arrival=arrival

@@ -113,8 +113,8 @@ class LayersPerCore(Strategy):
         check_pieces(task, model, self.batch_size, 1, self.microbatches)
         check_chain(task, model, workers or 1)
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        return LayersPerCoreLearner(task, place, seed, self)
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
+        return LayersPerCoreLearner(task, context, seed, self)
 
 
 _FAILED = object()
@@ -209,15 +209,17 @@ class StageChain(nn.Module):
 class LayersPerCoreLearner(SingleLearner):
     """SGD whose gradient is computed by threads, each with some of the layers."""
 
-    def __init__(self, task: Task, place: RankContext, seed: int, strategy: LayersPerCore) -> None:
-        super().__init__(task, place, seed, strategy.batch_size)
+    def __init__(
+        self, task: Task, context: RankContext, seed: int, strategy: LayersPerCore
+    ) -> None:
+        super().__init__(task, context, seed, strategy.batch_size)
         # The last stage has the outputs, and computes the loss.
-        self.task = task.on(place.devices[-1])
+        self.task = task.on(context.devices[-1])
         self.losses = CountedLoss(self.task.loss, self.train_examples)
         self.where = "master"
         self.microbatches = strategy.microbatches
         layers = layers_of(self.model)
-        stages = len(place.devices)
+        stages = len(context.devices)
         self.size = max(1, self.batches.batch_size // self.microbatches)
         if strategy.balance == "counted":
             costs = counted_costs(layers, self.train_examples)
@@ -236,13 +238,13 @@ class LayersPerCoreLearner(SingleLearner):
             if any(writes[own]):
                 writing.add(stage)
         # The model's own modules, so that the optimizer and checkpoints are independent of stages.
-        self.chain = StageChain(of_stages, place.devices, writing)
-        self.team = worker_threads_at(place, self.flops_per_step() / stages, "stage")
+        self.chain = StageChain(of_stages, context.devices, writing)
+        self.team = worker_threads_at(context, self.flops_per_step() / stages, "stage")
         self.sheets = [
-            WorkerTimeline(Meter(stage_name(stage, numbers), place.trace), "the other stages")
+            WorkerTimeline(Meter(stage_name(stage, numbers), context.trace), "the other stages")
             for stage, numbers in enumerate(self.division)
         ]
-        self.draws = ThreadDraws(place.devices, [self.model])
+        self.draws = ThreadDraws(context.devices, [self.model])
 
     def flops_per_step(self) -> float:
         return flops_per_step(self.model, self.train_examples, self.batches.batch_size)
@@ -303,7 +305,7 @@ class LayersPerCoreLearner(SingleLearner):
     def _stage(
         self,
         stage: int,
-        belt: StageQueues,
+        queues: StageQueues,
         draws: Sequence[DrawContext],
         sizes: list[int],
         targets: Any,
@@ -315,35 +317,35 @@ class LayersPerCoreLearner(SingleLearner):
             # All forward, then all backward, as in GPipe: the graphs of all micro-batches are
             # stored in between.
             for number, draw in enumerate(draws):
-                begun.append(self._forward(stage, number, belt=belt, work=work, draw=draw))
+                begun.append(self._forward(stage, number, queues=queues, work=work, draw=draw))
             # The last stage has all outputs now; the loss may be any function of the joint batch.
             if stage + 1 == len(self.division):
                 ends = [outputs for _, outputs in begun]
                 grads = work.timed("loss", lambda: self._loss(ends, sizes, targets, work))
                 for grad in grads:
-                    belt.backwards[stage].put(grad)
+                    queues.backwards[stage].put(grad)
             for number, graph in enumerate(begun):
-                self._backward(stage, number, graph, belt=belt, work=work)
+                self._backward(stage, number, graph, queues=queues, work=work)
             return work
         except BaseException:
             # The other stages would wait for this stage forever.
-            belt.stop()
+            queues.stop()
             raise
 
     def _forward(
-        self, stage: int, number: int, belt: StageQueues, work: StageWork, draw: DrawContext
+        self, stage: int, number: int, queues: StageQueues, work: StageWork, draw: DrawContext
     ) -> tuple[Any, Any]:
         """Run a micro-batch forward; return (inputs, where this stage's graph begins; outputs).
 
         Args:
             stage: Number of the stage.
             number: Number of the micro-batch.
-            belt: Queues of the pass.
+            queues: Queues of the pass.
             work: Record of the stage.
             draw: Context of the micro-batch's generators, which continue from the previous stage.
         """
         # This stage's graph begins here: two threads must not run backward through the same graph.
-        leaves = batch_trees.detached(belt.taken(belt.forwards[stage]))
+        leaves = batch_trees.detached(queues.taken(queues.forwards[stage]))
 
         def compute() -> Any:
             with draw, forward_context(self.task, self.chain.devices[stage]):
@@ -353,7 +355,7 @@ class LayersPerCoreLearner(SingleLearner):
         if stage + 1 < len(self.division):
             work.handed_on += batch_trees.nbytes(outputs)
             # with its graph; the next stage detaches the outputs and begins a new graph
-            belt.forwards[stage + 1].put(outputs)
+            queues.forwards[stage + 1].put(outputs)
         return leaves, outputs
 
     def _loss(
@@ -377,18 +379,18 @@ class LayersPerCoreLearner(SingleLearner):
         return [batch_trees.gradients(leaf) for leaf in leaves]
 
     def _backward(
-        self, stage: int, number: int, graph: tuple[Any, Any], belt: StageQueues, work: StageWork
+        self, stage: int, number: int, graph: tuple[Any, Any], queues: StageQueues, work: StageWork
     ) -> None:
         """Run a micro-batch backward. graph: the result of `_forward`."""
         leaves, outputs = graph
-        grads = belt.taken(belt.backwards[stage])
+        grads = queues.taken(queues.backwards[stage])
         work.timed(
             f"backward of micro-batch {number}", lambda: batch_trees.backward(outputs, grads)
         )
         if stage > 0:
             back = batch_trees.gradients(leaves)
             work.handed_back += batch_trees.nbytes(back)
-            belt.backwards[stage - 1].put(back)
+            queues.backwards[stage - 1].put(back)
 
     def _account(self, works: list[StageWork]) -> None:
         """Report the work and the transfers of the stages to the meters."""

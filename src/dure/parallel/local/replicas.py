@@ -103,24 +103,24 @@ class ReplicasLearner(SingleLearner):
     def __init__(
         self,
         task: Task,
-        place: RankContext,
+        context: RankContext,
         seed: int,
         batch_size: int | None,
     ) -> None:
-        super().__init__(task, place, seed, batch_size)
+        super().__init__(task, context, seed, batch_size)
         self.where = "master"
         # the largest number of examples of a worker
-        self.share = -(-self.batches.batch_size // len(place.devices))
-        self.team = worker_threads_at(place, self.flops_per_step())
+        self.share = -(-self.batches.batch_size // len(context.devices))
+        self.team = worker_threads_at(context, self.flops_per_step())
         self.workers: list[ReplicaWorker] = []
-        for number, device in enumerate(place.devices):
+        for number, device in enumerate(context.devices):
             # Worker 0 uses the model itself: no copy, and its gradients are in place.
             own = self.model
             if number > 0:
                 own = replica(self.model, unused_copy(self.model, task, seed), device)
-            meter = Meter(f"worker {number}", place.trace)
+            meter = Meter(f"worker {number}", context.trace)
             self.workers.append(ReplicaWorker(own, device, meter))
-        self.draws = ThreadDraws(place.devices, [worker.model for worker in self.workers])
+        self.draws = ThreadDraws(context.devices, [worker.model for worker in self.workers])
         # A single worker may change its weights in forward.
         models = [worker.model for worker in self.workers] if len(self.workers) > 1 else []
         self.mutation_guard = MutationGuard(

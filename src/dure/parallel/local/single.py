@@ -239,17 +239,17 @@ class SingleWorker(Strategy):
             return example_level.proven(task, model)
         return prove_recompute(self._again(task), task, model)
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
         device = device_of(self.device)
         return SingleLearner(
             task,
-            place,
+            context,
             seed,
             self.batch_size,
             device=device,
             loaders=self.loaders,
             wanted=self._wanted,
-            offloaded=LearnerOffloading(self.offload, self.offload_folder, place, device),
+            offloaded=LearnerOffloading(self.offload, self.offload_folder, context, device),
             again=self._again(task),
             accumulate=self.accumulate,
         )
@@ -284,7 +284,7 @@ class SingleLearner(Learner):
     def __init__(
         self,
         task: Task,
-        place: RankContext,
+        context: RankContext,
         seed: int,
         batch_size: int | None,
         device: torch.device | None = None,
@@ -295,14 +295,14 @@ class SingleLearner(Learner):
         accumulate: int = 1,
     ) -> None:
         self.accumulate = accumulate
-        self.group = place.group
+        self.group = context.group
         self.seed = seed
-        self.device = place.devices[0] if device is None else device
+        self.device = context.devices[0] if device is None else device
         self.task = task = task.on(self.device)
-        self.offloaded = offloaded or LearnerOffloading(NO_OFFLOAD, None, place, self.device)
-        made = self.offloaded.model(lambda: place.model(task, seed).to(self.device))
+        self.offloaded = offloaded or LearnerOffloading(NO_OFFLOAD, None, context, self.device)
+        made = self.offloaded.model(lambda: context.model(task, seed).to(self.device))
         self.model = made.train()
-        self.again = install_recompute(again, task, self.model, place.check)
+        self.again = install_recompute(again, task, self.model, context.check)
         self.optimizer = self.offloaded.optimizer(task.optimizer(self.model.parameters()))
         self.rates = ScheduledRates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
         self.trimming = GradientTransforms(task, self.model.named_parameters())
@@ -326,14 +326,14 @@ class SingleLearner(Learner):
                 batch_size=batch_size,
                 seed=seed,
                 group=self.group,
-                folder=place.folder,
+                folder=context.folder,
             )
             self.batches = self.private.batches
         self.units_per_epoch = self.batches.steps_per_epoch
         self.where = f"rank {self.group.rank}"
         self.step = 0
         self.loaders = [
-            Meter(f"loader {loader}", place.trace, is_worker=False) for loader in range(loaders)
+            Meter(f"loader {loader}", context.trace, is_worker=False) for loader in range(loaders)
         ]
         self.prefetch: Prefetch | None = None
         # Each batch is read under its step's seed, so that its draws do not depend on the loader or
@@ -347,7 +347,7 @@ class SingleLearner(Learner):
                 seed=self._seed_step,
             )
             # Loaders end with the run, even after an error.
-            place.ending.callback(self.prefetch.close)
+            context.ending.callback(self.prefetch.close)
 
     def flops_per_step(self) -> float:
         return flops_per_step(

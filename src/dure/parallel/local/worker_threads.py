@@ -204,16 +204,16 @@ class WorkerTimeline:
             self.meter.idle(f"wait for {self.others}", self._free, now, step)
 
 
-def worker_threads_at(place: RankContext, flops: float, name: str = "worker") -> WorkerThreads:
+def worker_threads_at(context: RankContext, flops: float, name: str = "worker") -> WorkerThreads:
     """Return the worker threads of a place, which end with its run.
 
     flops: operations of a worker's step. The workers divide the cores; their operators use one
     thread if steps are small (`dure.machine.threads`).
     """
     # Workers compute at the same time, and must not use more threads than there are cores.
-    share = max(1, torch.get_num_threads() // len(place.devices))
-    team = WorkerThreads(place.devices, min(threads_for(flops), share), name)
-    place.ending.callback(team.close)
+    share = max(1, torch.get_num_threads() // len(context.devices))
+    team = WorkerThreads(context.devices, min(threads_for(flops), share), name)
+    context.ending.callback(team.close)
     return team
 
 

@@ -30,40 +30,40 @@ from dure.tensors.buffers import load_non_persistent_buffers, non_persistent_buf
 from dure.tensors.optimizer_state import load_optimizer
 
 
-def weights_of(held: RankState) -> Mapping[str, Tensor]:
+def weights_of(rank_state: RankState) -> Mapping[str, Tensor]:
     """Return the undivided model's state_dict on rank 0; all ranks call this function together."""
-    shelf = SpillStore(held.folder)
+    shelf = SpillStore(rank_state.folder)
     found: dict[str, Leaf] = {}
-    for part in gathered(held.group, _weights_here(held, shelf), shelf.place):
+    for part in gathered(rank_state.group, _weights_here(rank_state, shelf), shelf.place):
         found |= part
     # In the model's order, not in the order of stages.
-    names = held.model.state_dict(keep_vars=True) if found else ()
+    names = rank_state.model.state_dict(keep_vars=True) if found else ()
     return DiskTensors({name: found[name] for name in names})
 
 
 @torch.no_grad()
-def _weights_here(held: RankState, shelf: SpillStore) -> dict[str, Leaf]:
+def _weights_here(rank_state: RankState, store: SpillStore) -> dict[str, Leaf]:
     """Return the entries of the undivided model's state_dict that this rank writes."""
-    own: dict[str, Any] = held.model.state_dict(keep_vars=True)
-    if held.zero is not None and held.zero.stage > 1:
-        own = leaves_of(held.zero.weights(shelf))
+    own: dict[str, Any] = rank_state.model.state_dict(keep_vars=True)
+    if rank_state.zero is not None and rank_state.zero.stage > 1:
+        own = leaves_of(rank_state.zero.weights(store))
     # Other data groups have equal tensors, or have just gathered them to the first data group.
-    if held.at.data:
+    if rank_state.at.data:
         return {}
-    divided = divisions(held.model)
+    divided = divisions(rank_state.model)
     places: dict[int, Leaf] = {}
     found: dict[str, Leaf] = {}
     for name, value in own.items():
-        if _keeper(held, name) != held.at.pipeline:
+        if _keeper(rank_state, name) != rank_state.at.pipeline:
             continue
         if id(value) not in places:
-            places[id(value)] = _joined(value, divided.get(name), shelf, _writes(held))
+            places[id(value)] = _joined(value, divided.get(name), store, _writes(rank_state))
         found[name] = places[id(value)]
-    return found if _writes(held) else {}
+    return found if _writes(rank_state) else {}
 
 
 def _joined(
-    value: Leaf, how: tuple[Division, Group] | None, shelf: SpillStore, keeps: bool
+    value: Leaf, how: tuple[Division, Group] | None, store: SpillStore, keeps: bool
 ) -> Leaf:
     """Return a tensor, of which this rank may hold a part, undivided and in a file.
 
@@ -74,36 +74,36 @@ def _joined(
     whole = _whole(in_memory(value).detach(), how)
     if not keeps:
         return value
-    return spilled_copy(whole, shelf)
+    return spilled_copy(whole, store)
 
 
-def _writes(held: RankState) -> bool:
+def _writes(rank_state: RankState) -> bool:
     """Return whether this rank writes its stages' tensors, for all ranks with the same tensors."""
-    return held.at.data == 0 and held.at.tensor == 0
+    return rank_state.at.data == 0 and rank_state.at.tensor == 0
 
 
-def _keeper(held: RankState, name: str) -> int:
+def _keeper(rank_state: RankState, name: str) -> int:
     """Return the pipeline rank from which an entry of the state_dict is taken."""
     # Extra state of a module is no parameter or buffer: all ranks have it.
-    return held.keepers.get(held.first_name[name], [0])[0]
+    return rank_state.keepers.get(rank_state.first_name[name], [0])[0]
 
 
-def state_of(held: RankState) -> dict[str, Any]:
+def state_of(rank_state: RankState) -> dict[str, Any]:
     """Return the state that is equal on all ranks: step and buffers."""
-    return {"step": held.step, "buffers": _passing_buffers(held)}
+    return {"step": rank_state.step, "buffers": _passing_buffers(rank_state)}
 
 
-def _passing_buffers(held: RankState) -> dict[str, Tensor]:
+def _passing_buffers(rank_state: RankState) -> dict[str, Tensor]:
     """Return all stages' buffers that a state_dict omits, on rank 0; all ranks call it together."""
-    divided = divisions(held.model)
+    divided = divisions(rank_state.model)
     own = {}
-    for name, value in non_persistent_buffers_of(held.model).items():
+    for name, value in non_persistent_buffers_of(rank_state.model).items():
         # Every tensor neighbour takes part in the all-gather, although only the first one writes.
-        own[name] = _whole(value, divided.get(name)) if name in held.names else value
-    mine = {name: value for name, value in own.items() if held.is_first(name)}
-    mine = mine if _writes(held) else {}
+        own[name] = _whole(value, divided.get(name)) if name in rank_state.names else value
+    mine = {name: value for name, value in own.items() if rank_state.is_first(name)}
+    mine = mine if _writes(rank_state) else {}
     found: dict[str, Tensor] = {}
-    for part in held.group.gather_bytes(tree_to_bytes(to_cpu(mine))):
+    for part in rank_state.group.gather_bytes(tree_to_bytes(to_cpu(mine))):
         found |= tree_from_bytes(part)
     return found
 
@@ -116,44 +116,44 @@ def _whole(tensor: Tensor, how: tuple[Division, Group] | None) -> Tensor:
     return joined(tensor, group.unmetered(), division)
 
 
-def part_of(held: RankState) -> dict[str, Any]:
+def part_of(rank_state: RankState) -> dict[str, Any]:
     """Return the optimizer's state of the parameters on this rank, by name."""
-    if held.optimizer is None:
+    if rank_state.optimizer is None:
         return {"groups": [], "state": {}}
-    shelf = SpillStore(held.folder)
-    if held.zero is not None:
-        written = held.zero.optimizer_state_dict(shelf)
+    shelf = SpillStore(rank_state.folder)
+    if rank_state.zero is not None:
+        written = rank_state.zero.optimizer_state_dict(shelf)
     else:
-        written = held.optimizer.state_dict()
+        written = rank_state.optimizer.state_dict()
     # torch numbers parameters through all groups; names are valid on any mesh.
-    names = list(chain.from_iterable(_names_in_the_optimizer(held)))
+    names = list(chain.from_iterable(_names_in_the_optimizer(rank_state)))
     groups = []
     for group in written["param_groups"]:
         groups.append({**group, "params": [names[index] for index in group["params"]]})
     # Other data groups have equal states.
-    if held.at.data:
+    if rank_state.at.data:
         return {"groups": to_cpu(groups), "state": {}}
-    divided = divisions(held.model)
+    divided = divisions(rank_state.model)
     states = {}
     for index, value in written["state"].items():
         name = names[index]
-        shape = held.parameters[name].shape
-        states[name] = _state_joined(held, value, shape, divided.get(name), shelf)
-    return to_cpu({"groups": groups, "state": states if _writes(held) else {}})  # type: ignore[no-any-return]
+        shape = rank_state.parameters[name].shape
+        states[name] = _state_joined(rank_state, value, shape, divided.get(name), shelf)
+    return to_cpu({"groups": groups, "state": states if _writes(rank_state) else {}})  # type: ignore[no-any-return]
 
 
 def _state_joined(
-    held: RankState,
+    rank_state: RankState,
     state: Mapping[str, Any],
     shape: torch.Size,
     how: tuple[Division, Group] | None,
-    shelf: SpillStore,
+    store: SpillStore,
 ) -> dict[str, Any]:
     """Return the undivided state of a parameter; all tensor neighbours call it together."""
     if how is None:
         return dict(state)
     return {
-        key: _joined(value, how, shelf, _writes(held)) if _is_of(value, shape) else value
+        key: _joined(value, how, store, _writes(rank_state)) if _is_of(value, shape) else value
         for key, value in state.items()
     }
 
@@ -163,13 +163,13 @@ def _is_of(value: Any, shape: Sequence[int]) -> bool:
     return isinstance(value, (Tensor, DiskTensor)) and tuple(value.shape) == tuple(shape)
 
 
-def _names_in_the_optimizer(held: RankState) -> list[list[str]]:
+def _names_in_the_optimizer(rank_state: RankState) -> list[list[str]]:
     """Return the parameters' names for each group of the optimizer, in the optimizer's order."""
-    assert held.optimizer is not None
-    names = {id(parameter): name for name, parameter in held.parameters.items()}
-    groups = [group["params"] for group in held.optimizer.param_groups]
-    if held.zero is not None:
-        groups = held.zero.division.original
+    assert rank_state.optimizer is not None
+    names = {id(parameter): name for name, parameter in rank_state.parameters.items()}
+    groups = [group["params"] for group in rank_state.optimizer.param_groups]
+    if rank_state.zero is not None:
+        groups = rank_state.zero.division.original
     named = []
     for group in groups:
         named.append([names[id(parameter)] for parameter in group])
@@ -177,34 +177,34 @@ def _names_in_the_optimizer(held: RankState) -> list[list[str]]:
 
 
 def _own_part(
-    held: RankState,
+    rank_state: RankState,
     name: str,
     state: Mapping[str, Any],
     how: tuple[Division, Group] | None,
-    shelf: SpillStore,
+    store: SpillStore,
 ) -> dict[str, Any]:
     """Return this rank's part of an optimizer's state: the inverse of `_state_joined`.
 
     The result is in memory, unless ZeRO divides it further.
     """
     # the undivided shape, which distinguishes tensors to be cut from numbers
-    shape = list(held.parameters[name].shape)
+    shape = list(rank_state.parameters[name].shape)
     if how is not None:
         shape[how[0].dim] = how[0].length
     own = {
-        key: _cut(value, how, shelf) if _is_of(value, shape) else value
+        key: _cut(value, how, store) if _is_of(value, shape) else value
         for key, value in state.items()
     }
-    if held.zero is not None:
+    if rank_state.zero is not None:
         return own
     return {key: in_memory(one) if isinstance(one, DiskTensor) else one for key, one in own.items()}
 
 
-def _cut(value: Leaf, how: tuple[Division, Group] | None, shelf: SpillStore) -> Leaf:
+def _cut(value: Leaf, how: tuple[Division, Group] | None, store: SpillStore) -> Leaf:
     """Return this rank's part of a tensor; the part of a file is in a file."""
     if how is None or not isinstance(value, DiskTensor):
         return _part(in_memory(value), how)
-    return spilled_copy(_part(value.mapped(), how), shelf)
+    return spilled_copy(_part(value.mapped(), how), store)
 
 
 def _part(whole: Tensor, how: tuple[Division, Group] | None) -> Tensor:
@@ -215,66 +215,70 @@ def _part(whole: Tensor, how: tuple[Division, Group] | None) -> Tensor:
     return division.part(whole, group.rank, group.size)
 
 
-def restore(held: RankState, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+def restore(rank_state: RankState, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Load this rank's part of a checkpoint of this mesh or another mesh."""
-    _restore_weights(held, weights)
-    divided = divisions(held.model)
+    _restore_weights(rank_state, weights)
+    divided = divisions(rank_state.model)
     buffers = {}
     for name, value in state["buffers"].items():
-        if name in held.names:
+        if name in rank_state.names:
             buffers[name] = _part(in_memory(value), divided.get(name))
-    load_non_persistent_buffers(held.model, buffers)
-    _restore_optimizer(held, state["parts"])
-    held.step = state["step"]
+    load_non_persistent_buffers(rank_state.model, buffers)
+    _restore_optimizer(rank_state, state["parts"])
+    rank_state.step = state["step"]
 
 
 @torch.no_grad()
-def _restore_weights(held: RankState, weights: Mapping[str, Tensor]) -> None:
-    own = held.model.state_dict(keep_vars=True)
-    divided = divisions(held.model)
+def _restore_weights(rank_state: RankState, weights: Mapping[str, Tensor]) -> None:
+    own = rank_state.model.state_dict(keep_vars=True)
+    divided = divisions(rank_state.model)
     leaves = leaves_of(weights)
-    shelf = SpillStore(held.folder)
-    if held.zero is not None and held.zero.stage > 1:
-        held.zero.load_state_dict(
+    shelf = SpillStore(rank_state.folder)
+    if rank_state.zero is not None and rank_state.zero.stage > 1:
+        rank_state.zero.load_state_dict(
             {name: _cut(leaf, divided.get(name), shelf) for name, leaf in leaves.items()}
         )
         return
     # ZeRO loads its divided parameters itself.
-    taken = set() if held.zero is None else set(held.parameters)
+    taken = set() if rank_state.zero is None else set(rank_state.parameters)
     for name in leaves:
         module, _, entry = name.rpartition(".")
         # Extra state of a module is no tensor of the model, and has a separate method.
         if entry == "_extra_state":
-            held.model.get_submodule(module).set_extra_state(weights[name])
+            rank_state.model.get_submodule(module).set_extra_state(weights[name])
         # Other stages' parameters have no memory here (`forget`).
-        elif held.first_name[name] in held.names - taken:
+        elif rank_state.first_name[name] in rank_state.names - taken:
             own[name].copy_(_part(weights[name], divided.get(name)))
-    if held.zero is not None:
+    if rank_state.zero is not None:
         # In stage 1 ZeRO names parameters by their index.
         here = {}
-        for place, name in enumerate(held.parameters):
+        for place, name in enumerate(rank_state.parameters):
             here[str(place)] = _cut(leaves[name], divided.get(name), shelf)
-        held.zero.load_state_dict(here)
+        rank_state.zero.load_state_dict(here)
 
 
-def _restore_optimizer(held: RankState, parts: Sequence[Mapping[str, Any]]) -> None:
+def _restore_optimizer(rank_state: RankState, parts: Sequence[Mapping[str, Any]]) -> None:
     """Load the state of this rank's parameters from the parts of all ranks of the earlier run."""
-    if held.optimizer is None:
+    if rank_state.optimizer is None:
         return
     states: dict[str, Any] = {}
     settings: dict[str, Any] = {}
-    divided = divisions(held.model)
-    shelf = SpillStore(held.folder)
+    divided = divisions(rank_state.model)
+    shelf = SpillStore(rank_state.folder)
     for part in parts:
         # The earlier run may have had another mesh: search the parts of all its ranks for a
         # parameter's state.
-        for name in part["state"].keys() & held.parameters.keys():
+        for name in part["state"].keys() & rank_state.parameters.keys():
             state = part["state"][name]
-            states[name] = _own_part(held, name, state, divided.get(name), shelf)
+            states[name] = _own_part(rank_state, name, state, divided.get(name), shelf)
         for group in part["groups"]:
             settings.update(dict.fromkeys(group["params"], group))
-    names = _names_in_the_optimizer(held)
-    now = held.zero.division.groups() if held.zero else held.optimizer.state_dict()["param_groups"]
+    names = _names_in_the_optimizer(rank_state)
+    now = (
+        rank_state.zero.division.groups()
+        if rank_state.zero
+        else rank_state.optimizer.state_dict()["param_groups"]
+    )
     groups = []
     for own, group in zip(names, now, strict=True):
         # A group may be empty, such as a group of biases in a stage without biases, or unknown, if
@@ -286,7 +290,7 @@ def _restore_optimizer(held: RankState, parts: Sequence[Mapping[str, Any]]) -> N
         "state": {index: states[name] for index, name in numbered if name in states},
         "param_groups": groups,
     }
-    if held.zero is not None:
-        held.zero.load_optimizer_state_dict(restored)
+    if rank_state.zero is not None:
+        rank_state.zero.load_optimizer_state_dict(restored)
     else:
-        load_optimizer(held.optimizer, restored)
+        load_optimizer(rank_state.optimizer, restored)

@@ -27,17 +27,17 @@ from dure.parallel.pipeline.rng import STATE_BYTES
 from dure.parallel.zero.partitioned_parameters import gradient_of
 
 
-def facts_of(held: RankState, batch_size: int, carried: bool) -> dict[str, Any]:
+def facts_of(rank_state: RankState, batch_size: int, carried: bool) -> dict[str, Any]:
     """Return the facts of this rank, as JSON.
 
     batch_size: examples of a full step, over all data groups. carried: whether the state of a
     random generator travels with the values from stage to stage.
     """
-    facts: dict[str, Any] = {"at": held.at._asdict()}
-    if held.group.rank == 0:
-        facts["schedule"] = held.schedule.text()
-    facts["stages"] = [_stage(held, number, batch_size, carried) for number in held.own]
-    facts["held"] = _bytes_held(held)
+    facts: dict[str, Any] = {"at": rank_state.at._asdict()}
+    if rank_state.group.rank == 0:
+        facts["schedule"] = rank_state.schedule.text()
+    facts["stages"] = [_stage(rank_state, number, batch_size, carried) for number in rank_state.own]
+    facts["held"] = _bytes_held(rank_state)
     return facts
 
 
@@ -57,13 +57,13 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
-def _bytes_held(held: RankState) -> dict[str, int]:
+def _bytes_held(rank_state: RankState) -> dict[str, int]:
     buffers = bytes_in_memory(
-        buffer for name, buffer in held.model.named_buffers() if name in held.names
+        buffer for name, buffer in rank_state.model.named_buffers() if name in rank_state.names
     )
-    if held.zero is not None and held.zero.stage > 1:
+    if rank_state.zero is not None and rank_state.zero.stage > 1:
         # Between steps the model's parameters have no memory, or are views of ZeRO's memory.
-        divided = held.zero.memory()
+        divided = rank_state.zero.memory()
         return {
             "parameters": divided.parameters,
             "gradients": divided.gradients,
@@ -71,14 +71,20 @@ def _bytes_held(held: RankState) -> dict[str, int]:
             "buffers": buffers + divided.buffers,
         }
     parameters = [
-        parameter for name, parameter in held.model.named_parameters() if name in held.names
+        parameter
+        for name, parameter in rank_state.model.named_parameters()
+        if name in rank_state.names
     ]
     optimized: list[Tensor] = []
-    for group in held.optimizer.param_groups if held.optimizer is not None else ():
+    for group in rank_state.optimizer.param_groups if rank_state.optimizer is not None else ():
         # With ZeRO these are parts of parameters, which have separate gradients.
         optimized += group["params"]
     gradients = [gradient_of(parameter) for parameter in [*parameters, *optimized]]
-    states = tree_flatten(dict(held.optimizer.state))[0] if held.optimizer is not None else []
+    states = (
+        tree_flatten(dict(rank_state.optimizer.state))[0]
+        if rank_state.optimizer is not None
+        else []
+    )
     return {
         "parameters": bytes_in_memory(parameters),
         "gradients": bytes_in_memory(one for one in gradients if one is not None),
@@ -87,9 +93,9 @@ def _bytes_held(held: RankState) -> dict[str, int]:
     }
 
 
-def _stage(held: RankState, number: int, batch_size: int, carried: bool) -> dict[str, Any]:
-    size = held.cut.sizes()[number]
-    there, back = _crossing(held, number, batch_size, carried)
+def _stage(rank_state: RankState, number: int, batch_size: int, carried: bool) -> dict[str, Any]:
+    size = rank_state.cut.sizes()[number]
+    there, back = _crossing(rank_state, number, batch_size, carried)
     return {
         "stage": number,
         "begins": size.first,
@@ -99,21 +105,23 @@ def _stage(held: RankState, number: int, batch_size: int, carried: bool) -> dict
     }
 
 
-def _crossing(held: RankState, number: int, batch_size: int, carried: bool) -> tuple[int, int]:
+def _crossing(
+    rank_state: RankState, number: int, batch_size: int, carried: bool
+) -> tuple[int, int]:
     """Return the bytes of a full step over the boundary after a stage: values, gradients."""
-    home = held.schedule.home
+    home = rank_state.schedule.home
     if number + 1 >= len(home) or home[number] == home[number + 1]:
         return 0, 0
     # with the values of each micro-batch; gradients travel without it
     state = STATE_BYTES if carried else 0
-    examples = part_length(batch_size, held.mesh.data, held.at.data)
+    examples = part_length(batch_size, rank_state.mesh.data, rank_state.at.data)
     there = 0
     back = 0
-    for place in range(held.schedule.microbatches):
+    for place in range(rank_state.schedule.microbatches):
         # Micro-batches may differ by an example, and so may their messages.
-        length = part_length(examples, held.schedule.microbatches, place)
+        length = part_length(examples, rank_state.schedule.microbatches, place)
         if length:
-            values, gradients = held.cut.message_bytes(number, length)
+            values, gradients = rank_state.cut.message_bytes(number, length)
             there += values + state
             back += gradients
     return there, back

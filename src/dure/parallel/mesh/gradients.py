@@ -25,15 +25,15 @@ from dure.parallel.zero.partitioned_parameters import gradient_of, set_gradient
 
 
 @torch.no_grad()
-def sum_tied(held: RankState) -> None:
+def sum_tied(rank_state: RankState) -> None:
     """Sum gradients of parameters that several stages use; each of these stages gets the sum.
 
     Each rank with such a parameter sends its gradient to the other ranks with that parameter.
     """
-    group = held.groups.pipeline
-    for name in held.tied:
-        parameter = held.parameters[name]
-        ranks = held.keepers[name]
+    group = rank_state.groups.pipeline
+    for name in rank_state.tied:
+        parameter = rank_state.parameters[name]
+        ranks = rank_state.keepers[name]
         found = gradient_of(parameter)
         mine = as_dense(found) if found is not None else torch.zeros_like(parameter)
         others = [rank for rank in ranks if rank != group.rank]
@@ -53,26 +53,26 @@ def sum_tied(held: RankState) -> None:
 
 
 @torch.no_grad()
-def sum_over_replicas(held: RankState) -> None:
+def sum_over_replicas(rank_state: RankState) -> None:
     """Sum gradients over the data group; with ZeRO each rank gets the sums of its part."""
-    group = held.groups.data
-    if group.size == 1 or not held.parameters:
+    group = rank_state.groups.data
+    if group.size == 1 or not rank_state.parameters:
         return
-    if held.zero is not None:
+    if rank_state.zero is not None:
         # Only stage 1 sends here: in stages 2 and 3 gradients were reduced during backward.
-        held.zero.reduce()
-        account(held, computing=False)
+        rank_state.zero.reduce()
+        account(rank_state, computing=False)
         return
     started = time.perf_counter()
-    parameters = list(held.parameters.values())
+    parameters = list(rank_state.parameters.values())
     # A parameter that no rank of the group has used gets no gradient, as on a single worker.
     used = [float(parameter.grad is not None) for parameter in parameters]
     counts = [sum(column) for column in zip(*group.all_gather_values(used), strict=True)]
     summed = [parameter for parameter, count in zip(parameters, counts, strict=True) if count]
     for dtype, device in dict.fromkeys((one.dtype, one.device) for one in summed):
         _sum_flat([p for p in summed if (p.dtype, p.device) == (dtype, device)], group)
-    held.group.meter.communication(
-        "all-reduce of gradients", started, time.perf_counter(), held.step + 1
+    rank_state.group.meter.communication(
+        "all-reduce of gradients", started, time.perf_counter(), rank_state.step + 1
     )
 
 
@@ -89,53 +89,53 @@ def _sum_flat(parameters: Sequence[Tensor], group: Group) -> None:
         parameter.grad = piece.view(parameter.shape)
 
 
-def share_buffers(held: RankState) -> None:
+def share_buffers(rank_state: RankState) -> None:
     """Copy buffers that a step changes, such as running statistics, from the first data group.
 
     All data groups then have equal buffers, although they have seen different examples.
     """
-    group = held.groups.data
-    if group.size == 1 or not held.written:
+    group = rank_state.groups.data
+    if group.size == 1 or not rank_state.written:
         return
     started = time.perf_counter()
-    if held.buffer_sync is not None:
+    if rank_state.buffer_sync is not None:
         # Without a trace the written buffers are unknown, so the first rank sends which ones have
         # changed.
-        changed = [float(one) for one in held.buffer_sync.changed()]
+        changed = [float(one) for one in rank_state.buffer_sync.changed()]
         flags = group.all_gather_values(changed, "changed buffers")
-        held.buffer_sync.take(group, [flag > 0 for flag in flags[0]])
+        rank_state.buffer_sync.take(group, [flag > 0 for flag in flags[0]])
     else:
-        buffers = dict(held.model.named_buffers())
-        group.broadcast_values([buffers[name] for name in held.written])
-    held.group.meter.communication(
-        "broadcast of buffers", started, time.perf_counter(), held.step + 1
+        buffers = dict(rank_state.model.named_buffers())
+        group.broadcast_values([buffers[name] for name in rank_state.written])
+    rank_state.group.meter.communication(
+        "broadcast of buffers", started, time.perf_counter(), rank_state.step + 1
     )
 
 
-def clip(held: RankState, largest: float) -> None:
+def clip(rank_state: RankState, largest: float) -> None:
     """Scale the gradient so that its norm over the whole model is at most `largest`.
 
     Gradients that several stages or tensor neighbours share count once.
     """
-    divided = divisions(held.model)
-    for parameter in held.parameters.values() if held.zero is None else ():
+    divided = divisions(rank_state.model)
+    for parameter in rank_state.parameters.values() if rank_state.zero is None else ():
         if parameter.grad is not None and parameter.grad.is_sparse:
             # Repeated indices must be summed before squaring.
             parameter.grad = parameter.grad.coalesce()
     squares = [
         _square(gradient.values() if gradient.is_sparse else gradient)
-        for name, gradient in summed_gradients(held)
+        for name, gradient in summed_gradients(rank_state)
         # The first stage or tensor neighbour counts a gradient that several of them share.
-        if held.is_first(name) and (name in divided or held.at.tensor == 0)
+        if rank_state.is_first(name) and (name in divided or rank_state.at.tensor == 0)
     ]
     # A number from each rank of the mesh; in float64, because many squares are summed.
-    rows = held.group.all_gather_values([sum(squares)], "the norm of the gradient")
+    rows = rank_state.group.all_gather_values([sum(squares)], "the norm of the gradient")
     # Without ZeRO every replica has the whole gradient, and contributes its square.
-    alike = 1 if held.zero is not None else held.mesh.data
+    alike = 1 if rank_state.zero is not None else rank_state.mesh.data
     total = sum(row[0] for row in rows) / alike
     scale = min(1.0, largest / (math.sqrt(total) + 1e-6))
     if scale < 1:
-        for _, gradient in summed_gradients(held):
+        for _, gradient in summed_gradients(rank_state):
             gradient *= scale
 
 
@@ -143,15 +143,15 @@ def _square(gradient: Tensor) -> float:
     return float((gradient.abs() if gradient.is_complex() else gradient).double().square().sum())
 
 
-def summed_gradients(held: RankState) -> Iterator[tuple[str, Tensor]]:
+def summed_gradients(rank_state: RankState) -> Iterator[tuple[str, Tensor]]:
     """Yield the gradients for the optimizer here, by name: with ZeRO this rank's parts."""
-    if held.zero is None:
-        for name, parameter in held.parameters.items():
+    if rank_state.zero is None:
+        for name, parameter in rank_state.parameters.items():
             if parameter.grad is not None:
                 yield name, parameter.grad
         return
-    names = names_of(held)
-    for share in held.zero.trained:
+    names = names_of(rank_state)
+    for share in rank_state.zero.trained:
         for part in share.held:
             if part.part.grad is not None:
                 yield names[share.block.names[part.place]], part.part.grad

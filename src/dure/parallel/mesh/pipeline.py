@@ -134,5 +134,5 @@ class Pipeline(Strategy):
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         return self.on(1 if workers is None else workers).prove(task, model, workers)
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        return ParallelLearner(task, place, seed, self.on(place.group.size))
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
+        return ParallelLearner(task, context, seed, self.on(context.group.size))

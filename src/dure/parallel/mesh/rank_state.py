@@ -156,17 +156,17 @@ def storing_ranks(
 
 
 def optimizer_of(
-    held: RankState, make: Callable[[list[nn.Parameter]], Optimizer]
+    rank_state: RankState, make: Callable[[list[nn.Parameter]], Optimizer]
 ) -> Optimizer | None:
     """Return the optimizer of this rank's trained parameters; None without trained parameters."""
     # Parameters that no gradient reaches are not trained, even if they require gradients.
-    if not held.cut.learned & held.parameters.keys():
+    if not rank_state.cut.learned & rank_state.parameters.keys():
         return None
     # Pass all parameters, because a user's function may group them by their position.
-    with in_files_if(held.mesh.pipeline > 1):
-        optimizer = make(list(held.model.parameters()))
+    with in_files_if(rank_state.mesh.pipeline > 1):
+        optimizer = make(list(rank_state.model.parameters()))
     # All groups stay, also empty groups, so that each has an unchanged number and settings.
-    mine = {id(parameter) for parameter in held.parameters.values()}
+    mine = {id(parameter) for parameter in rank_state.parameters.values()}
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in mine]
     # Some optimizers create their state in the constructor.

@@ -366,8 +366,8 @@ class Parallel(Strategy):
         batch = of if self.batch_size is None else min(self.batch_size, of)
         return -(-batch // (self.mesh.data * self.most))
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        return ParallelLearner(task, place, seed, self)
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
+        return ParallelLearner(task, context, seed, self)
 
 
 class ParallelLearner(Learner):
@@ -390,20 +390,20 @@ class ParallelLearner(Learner):
     def __init__(
         self,
         task: Task,
-        place: RankContext,
+        context: RankContext,
         seed: int,
         strategy: Parallel,
         again: RecomputeRequest | None = None,
     ) -> None:
         self.task = task
-        self.group = place.group
+        self.group = context.group
         self.seed = seed
         self.strategy = strategy
-        self.device = place.devices[0]
+        self.device = context.devices[0]
         self.groups = groups_on(strategy.mesh, self.group)
         self.at = self.groups.at
         self.where = f"rank {self.group.rank}"
-        model = place.model(task, seed).to(self.device).train()
+        model = context.model(task, seed).to(self.device).train()
         self.train_examples, self.test_examples = examples_for(task)
         self.losses = CountedLoss(task.loss, self.train_examples)
         self.batches = Batches(
@@ -415,15 +415,15 @@ class ParallelLearner(Learner):
         )
         self.examples = self.batches.visited
         self.offloaded = LearnerOffloading(
-            strategy.offload, strategy.offload_folder, place, self.device, divided=True
+            strategy.offload, strategy.offload_folder, context, self.device, divided=True
         )
         # Choose on the undivided model, so that all ranks make the same choice.
         asked = strategy.again(task) if again is None else again
-        chosen_again = recompute_plan_for(asked, task, model, place.check)
+        chosen_again = recompute_plan_for(asked, task, model, context.check)
         # Parts of layers are in files too, until `build_rank_state` decides which of them this rank
         # stores.
         with in_files_like(model):
-            self._divide_layers(model, place.check)
+            self._divide_layers(model, context.check)
         if chosen_again is not None:
             recompute_modules(model, chosen_again.choice.names)
         self._draws = draws_of(model)
@@ -437,7 +437,7 @@ class ParallelLearner(Learner):
         # The schedule of a full batch; smaller batches have separate engines (`_engine`).
         self.schedule = strategy.list_for(strategy.most)
         self.stream = RandomStream(derive(seed, "draws", self.at.data), False, self._own_draws)
-        self.held = build_rank_state(
+        self.rank_state = build_rank_state(
             mesh=strategy.mesh,
             group=self.group,
             groups=self.groups,
@@ -446,15 +446,15 @@ class ParallelLearner(Learner):
             schedule=self.schedule,
             zero=strategy.zero,
         )
-        self.held.folder = place.folder
-        self._trained_from = trained_from(task, self.held.parameters)
+        self.rank_state.folder = context.folder
+        self._trained_from = trained_from(task, self.rank_state.parameters)
         self.stages = self._stages()
         self._engines: dict[int, PipelineEngine] = {}
         self._without: dict[int, list[str]] = {}
         self._make_optimizer()
         if strategy.runs_untraced:
             # Without a trace, changed buffers are found by comparing values.
-            self.held.buffer_sync = BufferSync(model)
+            self.rank_state.buffer_sync = BufferSync(model)
         self.reading = MicrobatchReader(
             examples=self.train_examples,
             losses=self.losses,
@@ -463,10 +463,10 @@ class ParallelLearner(Learner):
             at=self.at,
             device=self.device,
             most=strategy.most,
-            begins=0 in self.held.own,
+            begins=0 in self.rank_state.own,
             # Every micro-batch gathers units and reduces gradients over the whole data group, so
             # all its ranks need equally many.
-            alike=self.held.zero is not None and self.held.zero.stage > 1,
+            alike=self.rank_state.zero is not None and self.rank_state.zero.stage > 1,
         )
 
     def _divide_layers(self, model: nn.Module, check: bool) -> None:
@@ -517,7 +517,7 @@ class ParallelLearner(Learner):
 
     def _stages(self) -> dict[int, Stage]:
         """Return the stages of this rank, by number; set `held.written` to changed buffers."""
-        held = self.held
+        held = self.rank_state
         strategy = self.strategy
         # Several micro-batches draw at the same time, and so do ranks that divide a sequence: each
         # operation then has a number and its own seed.
@@ -541,7 +541,7 @@ class ParallelLearner(Learner):
 
     def _make_optimizer(self) -> None:
         """Create the optimizer of this rank's parameters, divided by ZeRO if requested."""
-        held = self.held
+        held = self.rank_state
         held.optimizer = optimizer_of(held, self.task.optimizer)
         if held.optimizer is not None:
             self.rates = ScheduledRates(held.optimizer, self.task.lr_schedule)
@@ -551,7 +551,7 @@ class ParallelLearner(Learner):
 
     def _watch_passes(self) -> None:
         """Configure offloading of activations to skip tensors that stay in memory anyway."""
-        zero, model = self.held.zero, self.held.model
+        zero, model = self.rank_state.zero, self.rank_state.model
         if zero is None or zero.stage == 1:
             self.offloaded.keep_activations(lambda: (*model.parameters(), *model.buffers()))
             return
@@ -580,7 +580,7 @@ class ParallelLearner(Learner):
         return to_device(sample(self.test_examples or self.train_examples, examples), self.device)
 
     def _stage(self, number: int) -> Stage:
-        cut = self.held.cut
+        cut = self.rank_state.cut
         return Stage(
             number,
             last=number == self.schedule.stages - 1,
@@ -601,7 +601,7 @@ class ParallelLearner(Learner):
 
         control_flags: the control flags of this rank.
         """
-        held = self.held
+        held = self.rank_state
         indices = self.batches.at(held.step)
         mean, _, control_flags = self.compute(indices, control_flags)
         started = time.perf_counter()
@@ -621,7 +621,7 @@ class ParallelLearner(Learner):
         Returns that loss, the number that the loss counts, and rank 0's control flags. Raises
         LossNotFiniteError on all ranks.
         """
-        held = self.held
+        held = self.rank_state
         self.groups.at_step(self.group.step)
         # The ranks of a pipeline and its tensor groups use equal seeds: they compute one model.
         seed_generators(
@@ -649,14 +649,14 @@ class ParallelLearner(Learner):
         Returns this rank's contributions to the batch's loss and to the number that the loss
         counts.
         """
-        batches = self.reading.microbatches(indices, self.held.step)
+        batches = self.reading.microbatches(indices, self.rank_state.step)
         if batches:
             with self.offloaded.saving():
-                self._engine(len(batches)).run(self.held.step, batches)
-        account(self.held, computing=True)
+                self._engine(len(batches)).run(self.rank_state.step, batches)
+        account(self.rank_state, computing=True)
         # Sum over stages first, so that the replicas sum whole gradients.
-        sum_tied(self.held)
-        sum_over_replicas(self.held)
+        sum_tied(self.rank_state)
+        sum_over_replicas(self.rank_state)
         last = self.stages.get(self.schedule.stages - 1)
         if last is None or not batches:
             return 0.0, 0.0
@@ -709,65 +709,65 @@ class ParallelLearner(Learner):
         An optimizer skips a parameter without a gradient, but updates a parameter with a gradient
         of zeros.
         """
-        cut = self.held.cut
+        cut = self.rank_state.cut
         # With ZeRO the divided state is updated as a whole, so single gradients cannot be dropped.
         if (
             isinstance(cut, SingleStageModel)
             or self.schedule.stages == 1
-            or self.held.zero is not None
+            or self.rank_state.zero is not None
         ):
             return
         if missed not in self._without:
             self._without[missed] = cut.without_gradient(missed)
         for name in self._without[missed]:
-            if name in self.held.parameters:
-                self.held.parameters[name].grad = None
+            if name in self.rank_state.parameters:
+                self.rank_state.parameters[name].grad = None
 
     def _drop_frozen(self) -> None:
         """Set the gradients of parameters that are not yet trained to None."""
         if not self._trained_from:
             return
-        for name, part in trained_parts(self.held).items():
-            if self.held.step < self._trained_from.get(name, 0):
+        for name, part in trained_parts(self.rank_state).items():
+            if self.rank_state.step < self._trained_from.get(name, 0):
                 part.grad = None
 
     def averages(self) -> Mapping[str, Tensor]:
-        return trained_parts(self.held)
+        return trained_parts(self.rank_state)
 
     def changing_averages(self) -> AbstractContextManager[object]:
-        return parts_changed(self.held)
+        return parts_changed(self.rank_state)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the test examples through the pipelines; each data group takes a share."""
         if self.test_examples is None:
             return {}
         self.groups.at_step(self.group.step)
-        return evaluate(self.held, self.task, self.test_examples)
+        return evaluate(self.rank_state, self.task, self.test_examples)
 
     # Checkpoints and facts.
 
     def weights(self) -> Mapping[str, Tensor]:
-        return weights_of(self.held)
+        return weights_of(self.rank_state)
 
     def state(self) -> dict[str, Any]:
-        return state_of(self.held)
+        return state_of(self.rank_state)
 
     def part(self) -> dict[str, Any]:
-        return part_of(self.held)
+        return part_of(self.rank_state)
 
     def rest(self) -> None:
-        if self.held.optimizer is not None:
-            free_optimizer(self.held.optimizer)
+        if self.rank_state.optimizer is not None:
+            free_optimizer(self.rank_state.optimizer)
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        restore(self.held, weights, state)
+        restore(self.rank_state, weights, state)
         self.offloaded.restored()
         if self.strategy.runs_untraced:
-            self.held.buffer_sync = BufferSync(self.held.model)
+            self.rank_state.buffer_sync = BufferSync(self.rank_state.model)
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of this rank for the report: see `dure.parallel.mesh.facts`."""
-        return facts_of(self.held, self.batches.batch_size, self.stream.carried)
+        return facts_of(self.rank_state, self.batches.batch_size, self.stream.carried)
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter]

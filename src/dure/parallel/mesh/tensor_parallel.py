@@ -132,6 +132,6 @@ class TensorParallel(Strategy):
         self.check_model(task, model, workers)
         return prove_recompute(self._again(task, workers), task, model)
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        workers = place.group.size
-        return ParallelLearner(task, place, seed, self.on(workers), self._again(task, workers))
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
+        workers = context.group.size
+        return ParallelLearner(task, context, seed, self.on(workers), self._again(task, workers))

@@ -50,60 +50,60 @@ def check(stage: ZeroStage, mesh: Mesh, stages: int, model: nn.Module) -> None:
     check_forward_keeps_weights(model, mesh.data)
 
 
-def zero_of(held: RankState, stage: ZeroStage) -> ZeroRedundancy | None:
+def zero_of(rank_state: RankState, stage: ZeroStage) -> ZeroRedundancy | None:
     """Divide this rank's trained parameters in place; return None if nothing is divided."""
-    group = held.groups.data
+    group = rank_state.groups.data
     # A data group of size 1 cannot divide.
-    if stage == 0 or held.optimizer is None or group.size == 1:
+    if stage == 0 or rank_state.optimizer is None or group.size == 1:
         return None
     # In stage 1 a rank may have the parameters of some stages only, which form no module.
-    divided = nn.ParameterList(held.parameters.values()) if stage == 1 else held.model
-    return ZeroRedundancy(divided, held.optimizer, stage, group, reduce="sum", prefetch=0)
+    divided = nn.ParameterList(rank_state.parameters.values()) if stage == 1 else rank_state.model
+    return ZeroRedundancy(divided, rank_state.optimizer, stage, group, reduce="sum", prefetch=0)
 
 
-def names_of(held: RankState) -> dict[str, str]:
+def names_of(rank_state: RankState) -> dict[str, str]:
     """Return the model's parameter names by ZeRO's names, which are list indices in stage 1."""
-    assert held.zero is not None
-    names = list(held.parameters)
+    assert rank_state.zero is not None
+    names = list(rank_state.parameters)
     # An nn.ParameterList calls its parameters "0", "1", …
-    known = map(str, range(len(names))) if held.zero.stage == 1 else names
+    known = map(str, range(len(names))) if rank_state.zero.stage == 1 else names
     return dict(zip(known, names, strict=True))
 
 
-def trained_parts(held: RankState) -> dict[str, nn.Parameter]:
+def trained_parts(rank_state: RankState) -> dict[str, nn.Parameter]:
     """Return the tensors updated on this rank, by the model's names: parameters or their parts."""
-    if held.zero is None:
-        return held.parameters
-    names = names_of(held)
-    return {names[name]: part for name, part in held.zero.parts_by_name()}
+    if rank_state.zero is None:
+        return rank_state.parameters
+    names = names_of(rank_state)
+    return {names[name]: part for name, part in rank_state.zero.parts_by_name()}
 
 
 @contextmanager
-def parts_changed(held: RankState) -> Iterator[None]:
+def parts_changed(rank_state: RankState) -> Iterator[None]:
     """Context manager for a change of `trained_parts` on all ranks; transfers do not count."""
-    if held.zero is None:
+    if rank_state.zero is None:
         yield
         return
-    with held.zero.uncounted(), held.zero.parts_changed():
+    with rank_state.zero.uncounted(), rank_state.zero.parts_changed():
         yield
 
 
 @contextmanager
-def gathered_parameters(held: RankState) -> Iterator[None]:
+def gathered_parameters(rank_state: RankState) -> Iterator[None]:
     """Context manager: parameters are whole, except for their division over the tensor group."""
-    if held.zero is None or held.zero.stage == 1:
+    if rank_state.zero is None or rank_state.zero.stage == 1:
         yield
         return
-    with held.zero.gathered():
+    with rank_state.zero.gathered():
         yield
 
 
-def account(held: RankState, computing: bool) -> None:
+def account(rank_state: RankState, computing: bool) -> None:
     """Report the traffic since the last call to the meter.
 
     computing: whether the meter has counted the waits as computing time; they are then subtracted.
     """
-    if held.zero is not None:
-        waited = held.zero.wire.account(held.step + 1)
+    if rank_state.zero is not None:
+        waited = rank_state.zero.wire.account(rank_state.step + 1)
         if computing:
-            held.group.meter.counters.compute_seconds -= waited
+            rank_state.group.meter.counters.compute_seconds -= waited

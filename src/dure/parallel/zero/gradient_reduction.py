@@ -104,8 +104,8 @@ class GradientReduction:
         self.stage = stage
         self.most = most
         self._say = rider.say
-        self.tail = self._tail_with(rider.fields)
-        self.trailer_sums = self.tail.decode([0.0] * self.tail.length)
+        self.trailer = self._tail_with(rider.fields)
+        self.trailer_sums = self.trailer.decode([0.0] * self.trailer.length)
         self.carrier: int | None = None
         self.passes = 0
         self.some_used = False
@@ -308,7 +308,7 @@ class GradientReduction:
     def _send_rows(self, number: int, carries: bool, adds: bool) -> _Sent:
         share = self.shares[number]
         gradients = self._take(number)
-        tail = self.tail.length if carries else 0
+        tail = self.trailer.length if carries else 0
         message = self._room(share.block.padded + share.block.ranks * tail, share.block.dtype)
         into = self._into(number, message, adds, carries)
         rows, begin = self._prepared_rows(number, tail, message, into)
@@ -366,7 +366,7 @@ class GradientReduction:
         said = {**self._say(), "used": used}
         if self.stage == 3:
             said["late"] = late
-        return self.tail.encode(said)
+        return self.trailer.encode(said)
 
     def _settle(self, sent: _Sent) -> None:
         """Wait for a message and move its sum to its destination."""
@@ -428,7 +428,7 @@ class GradientReduction:
         numbers: list[float] = self._numbers.tolist()
         if self.wire.mean and self.carrier is not None:  # divided by N with the gradients
             numbers = [number * self.wire.group.size for number in numbers]
-        self.trailer_sums = self.tail.decode(numbers)
+        self.trailer_sums = self.trailer.decode(numbers)
 
     def _settle_all(self) -> None:
         while self._sent:

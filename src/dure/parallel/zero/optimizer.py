@@ -68,7 +68,7 @@ class PartitionedOptimizer:
         """Undivided parameters in the order of the groups."""
         return [parameter for group in self.original for parameter in group]
 
-    def state_dict(self, group: Group, shelf: SpillStore = IN_MEMORY) -> dict[str, Any]:
+    def state_dict(self, group: Group, store: SpillStore = IN_MEMORY) -> dict[str, Any]:
         """Return the whole state on rank 0; on other ranks only the settings. All ranks call it.
 
         Tensors of other ranks go to their place on the shelf, a few million bytes at a time.
@@ -76,7 +76,7 @@ class PartitionedOptimizer:
         mine = _Rows(self)
         told = group.gather_bytes(tree_to_bytes(mine.rows))
         # Only rank 0 receives the rows of the others and allocates the whole state.
-        whole = _Whole(shelf)
+        whole = _Whole(store)
         for rows in [mine.rows, *map(tree_from_bytes, told[1:])] if group.rank == 0 else []:
             whole.make_room(rows)
         gathered(group, mine.tensors, whole.place)
@@ -214,8 +214,8 @@ class _Rows:
 class _Whole:
     """The whole state of the undivided optimizer, as rank 0 collects it."""
 
-    def __init__(self, shelf: SpillStore) -> None:
-        self.shelf = shelf
+    def __init__(self, store: SpillStore) -> None:
+        self.store = store
         self.state: dict[int, dict[str, Any]] = {}
 
     def make_room(self, rows: Sequence[Sequence[Any]]) -> None:
@@ -225,7 +225,7 @@ class _Whole:
             for key, dtype, value in row:
                 if key not in own:
                     own[key] = (
-                        value if dtype is None else self.shelf.place(TensorMeta(key, dtype, shape))
+                        value if dtype is None else self.store.place(TensorMeta(key, dtype, shape))
                     )
 
     def place(self, form: TensorMeta) -> Leaf:

@@ -299,7 +299,7 @@ class ZeroRedundancy:
 
         In stage 3 the number is valid once the order is learned.
         """
-        numbers = self.reducing.tail.length
+        numbers = self.reducing.trailer.length
         carrier = self.reducing.carrier
         size = self.group.size
         if carrier is None:
@@ -594,14 +594,14 @@ class ZeroRedundancy:
         self._check_unchanged()
         return self._whole.state_dict(everywhere)
 
-    def weights(self, shelf: SpillStore) -> Mapping[str, Tensor]:
+    def weights(self, store: SpillStore) -> Mapping[str, Tensor]:
         """Return `state_dict` with tensors on a shelf.
 
         No rank needs memory for more than its share.
         """
         self.settle()
         self._check_unchanged()
-        return self._whole.weights(shelf)
+        return self._whole.weights(store)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this rank's part of a whole state_dict, which is given on every rank.
@@ -612,14 +612,14 @@ class ZeroRedundancy:
         self._whole.load_state_dict(state)
         self._accept()
 
-    def optimizer_state_dict(self, shelf: SpillStore = IN_MEMORY) -> dict[str, Any]:
+    def optimizer_state_dict(self, store: SpillStore = IN_MEMORY) -> dict[str, Any]:
         """Return the optimizer's whole state on rank 0, as its undivided `state_dict()`.
 
         On other ranks the state has no tensors. All ranks call this method. The state loads into
-        the same optimizer of one process, or of any number of ranks. shelf: storage of the tensors
+        the same optimizer of one process, or of any number of ranks. store: storage of the tensors
         on rank 0; unless it is memory, large tensors are `dure.record.disk_tensors.DiskTensor`.
         """
-        return self.division.state_dict(self._quiet, shelf)
+        return self.division.state_dict(self._quiet, store)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this rank's part of a whole state, which is given on every rank.

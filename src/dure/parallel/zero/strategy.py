@@ -171,8 +171,8 @@ class ZeRO(Strategy):
         self.check_model(task, model, workers)
         return prove_recompute(self._again(task, workers), task, model)
 
-    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        return ZeROLearner(task, place, seed, self)
+    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
+        return ZeROLearner(task, context, seed, self)
 
 
 class ZeROLearner(SingleLearner):
@@ -184,23 +184,23 @@ class ZeROLearner(SingleLearner):
     by_parts = True
     averages_parts = True
 
-    def __init__(self, task: Task, place: RankContext, seed: int, strategy: ZeRO) -> None:
+    def __init__(self, task: Task, context: RankContext, seed: int, strategy: ZeRO) -> None:
         super().__init__(
             task,
-            place,
+            context,
             seed,
             strategy.batch_size,
             offloaded=LearnerOffloading(
                 strategy.offload,
                 strategy.offload_folder,
-                place,
-                place.devices[0],
+                context,
+                context.devices[0],
                 divided=True,
             ),
-            again=strategy._again(task, place.group.size),
+            again=strategy._again(task, context.group.size),
         )
         self.strategy = strategy
-        self.folder = place.folder
+        self.folder = context.folder
         check_rank_pieces(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
         self._trained_from = trained_from(task, trainable_by_name(self.model))
         # Computed before the model is divided: afterwards its parameters have no elements.
@@ -235,7 +235,7 @@ class ZeROLearner(SingleLearner):
         trim_heap()
         self._watch_passes()
         self.buffer_sync = buffer_sync_of(self.model)
-        self.started = common_start(self.group, place.clock_offset)
+        self.started = common_start(self.group, context.clock_offset)
         self._control_flags = 0
         self._loss = 0.0
         self._counted = 0.0

@@ -146,7 +146,7 @@ class UndividedModel:
         return state
 
     @torch.no_grad()
-    def weights(self, shelf: SpillStore) -> DiskTensors:
+    def weights(self, store: SpillStore) -> DiskTensors:
         """Return the state_dict on rank 0, with tensors on a shelf; empty on other ranks.
 
         No rank has more than its share in memory: other ranks send a few million bytes at a time.
@@ -161,7 +161,7 @@ class UndividedModel:
             for index, name in enumerate(share.block.names):
                 if leads:
                     form = form_of(name, share.block.master, share.block.shapes[index])
-                    places[name] = shelf.place(form)
+                    places[name] = store.place(form)
                 if whole and leads:
                     put(places[name], 0, whole[index].reshape(-1))
                 piece = share.block.piece(index, share.rank)

@@ -86,13 +86,13 @@ class Leader:
         manager: Manager,
         portions: Sequence[tuple[int, int, int]],
         holds: Sequence[str],
-        port: Endpoint,
+        endpoint: Endpoint,
         deadline: float,
     ) -> None:
         self.plan = plan
         self.manager = manager
         self.holds = holds
-        self.port = port
+        self.endpoint = endpoint
         self.schedulers = [
             Scheduler(members, bounded=not plan.deals) for members in manager.layout.groups
         ]
@@ -185,7 +185,7 @@ class Leader:
         after the round is complete, and waits for the first step since the start.
         """
         self._requests.put(self._is_to_end)
-        self.port.wake()
+        self.endpoint.wake()
 
     def accounts(self, workers: bool = False) -> Future[list[ProcessCounters]]:
         """Request counters of the live servers.
@@ -218,7 +218,7 @@ class Leader:
     def end(self) -> None:
         """End the run at all nodes, and join the thread."""
         self._requests.put(self._end)
-        self.port.wake()
+        self.endpoint.wake()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -234,7 +234,7 @@ class Leader:
             begun.add_done_callback(lambda done: _pass_on(done, asked))
 
         self._requests.put(here)
-        self.port.wake()
+        self.endpoint.wake()
         return asked
 
     # The thread
@@ -245,7 +245,7 @@ class Leader:
             while self._requests.empty():
                 self._speak()
                 self._look_at_measuring()
-                self.port.listen(self._patience.every)
+                self.endpoint.listen(self._patience.every)
             while not self._over:
                 self._turn()
         except BaseException as error:
@@ -253,7 +253,7 @@ class Leader:
             while not self._over:  # requests get the error
                 self._requests.get()()
         finally:
-            self.port.close()
+            self.endpoint.close()
 
     def _turn(self) -> None:
         self._speak()
@@ -262,7 +262,7 @@ class Leader:
         wake = min(wake, time.monotonic() + self._patience.every)
         if self._begins is not None:
             wake = min(wake, time.monotonic() + 0.01)  # calls are answered without a word
-        for sender, said in self.port.hear(wake - time.monotonic()):
+        for sender, said in self.endpoint.hear(wake - time.monotonic()):
             self._hear(sender, said, time.monotonic())
         while not self._requests.empty():
             self._requests.get()()
@@ -302,7 +302,7 @@ class Leader:
         elif isinstance(said, RequestWork):
             self._done(said.worker, said.done)
             scheduler = self.schedulers[self.plan.group_of(said.worker)]
-            self.port.say(sender, AssignWork(scheduler.deal(said.worker)))
+            self.endpoint.say(sender, AssignWork(scheduler.deal(said.worker)))
         elif isinstance(said, Values):
             self._reader.receive(sender, said, now)
             if self._reader.arrived and self._reads is not None:
@@ -328,16 +328,18 @@ class Leader:
 
     def _say(self, said: Sequence[Envelope]) -> None:
         for to, message in said:
-            if not self.port.say(to, message):
+            if not self.endpoint.say(to, message):
                 self._reader.cut(to)
 
     def _speak(self) -> None:
         """Send due heartbeats to all reachable nodes; a new node gets one at once."""
         now = time.monotonic()
         for name in self._everybody():
-            if now >= self._spoke.get(name, 0.0) + self._patience.every and self.port.reaches(name):
+            if now >= self._spoke.get(name, 0.0) + self._patience.every and self.endpoint.reaches(
+                name
+            ):
                 self._spoke[name] = now
-                self.port.say(name, Heartbeat())
+                self.endpoint.say(name, Heartbeat())
 
     def _everybody(self) -> list[str]:
         return [*map(server, range(self.plan.servers)), *map(worker, self.plan.workers)]
@@ -352,9 +354,9 @@ class Leader:
         reason = f"has made no step for {self._deadline:g} s, and all others wait for it"
         lost = RankLost((0,), "measuring", measures[0], reason)
         for name in self._everybody():
-            if self.port.reaches(name):
-                self.port.say(name, lost)
-        self.port.flush()
+            if self.endpoint.reaches(name):
+                self.endpoint.say(name, lost)
+        self.endpoint.flush()
         raise lost.error()
 
     def _return(self) -> float:
@@ -464,14 +466,14 @@ class Leader:
         for shard, state in list(self._first.items()):
             placed = self.manager.layout.shards[shard]
             # Servers connect to the leader at different times.
-            if placed.owner is not None and self.port.reaches(server(placed.owner)):
+            if placed.owner is not None and self.endpoint.reaches(server(placed.owner)):
                 snapshot = Snapshot(shard, placed.epoch, state["version"], state)
-                self.port.say(server(placed.owner), snapshot)
+                self.endpoint.say(server(placed.owner), snapshot)
                 del self._first[shard]
-        there = all(self.port.reaches(worker(who)) for who in self._alive())
+        there = all(self.endpoint.reaches(worker(who)) for who in self._alive())
         if there and len(self._begun) == len(self.manager.layout.shards):
             for who, errors in self._unsent.items():
-                self.port.say(worker(who), Residuals(who, errors))
+                self.endpoint.say(worker(who), Residuals(who, errors))
             begins = self._begins
             self._begins = None
             begins.set_result(None)
@@ -487,7 +489,7 @@ class Leader:
         for who in self._alive():
             clock = self._clocks.get(who, 0)
             buffers = self._buffers.pop(who, [])
-            self.port.say(
+            self.endpoint.say(
                 worker(who), WorkLease(self._until(who), clock, self._began[who], buffers)
             )
 
@@ -510,7 +512,7 @@ class Leader:
         for scheduler in self.schedulers:
             scheduler.held = True
         for who in self._alive():
-            self.port.say(worker(who), Drain())
+            self.endpoint.say(worker(who), Drain())
 
     def _take_held(self, held: Drained) -> None:
         if self._holding is not None and self.manager.alive(worker(held.worker)):
@@ -602,7 +604,7 @@ class Leader:
         self._asked = [*names, *(map(worker, self.plan.workers) if workers else ())]
         for name in self._asked:
             if self.manager.alive(name):
-                self.port.say(name, RequestCounters())
+                self.endpoint.say(name, RequestCounters())
         return self._tells
 
     def _look_at_accounts(self) -> None:
@@ -617,7 +619,7 @@ class Leader:
         self._keeps = Future()
         self._unsent = {}
         for who in self._alive():
-            self.port.say(worker(who), SaveResiduals())
+            self.endpoint.say(worker(who), SaveResiduals())
         return self._keeps
 
     def _look_at_unsent(self) -> None:
@@ -642,7 +644,7 @@ class Leader:
     def _ask_shards(self) -> None:
         for shard, placed in enumerate(self.manager.layout.shards):
             if shard not in self._saved and placed.owner is not None:
-                self.port.say(server(placed.owner), Save(shard))
+                self.endpoint.say(server(placed.owner), Save(shard))
 
     def _look_at_saved(self) -> None:
         if self._saves is not None and len(self._saved) == len(self.manager.layout.shards):
@@ -654,7 +656,7 @@ class Leader:
         self._over = True
         # Dropped nodes included, which may not know of their drop.
         for name in self._everybody():
-            self.port.say(name, RunEnded(self.ended))
+            self.endpoint.say(name, RunEnded(self.ended))
 
     def _fail(self, error: BaseException) -> None:
         self._error = error

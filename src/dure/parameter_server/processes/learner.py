@@ -49,47 +49,49 @@ _COUNT_SECONDS = 1.0
 
 
 def run_server_or_worker(
-    task: Task, place: RankContext, seed: int, plan: ParameterServerPlan
+    task: Task, context: RankContext, seed: int, plan: ParameterServerPlan
 ) -> str:
     """Run a rank other than the first; returns the limit by which the run has ended.
 
     Raises PeerLostError if rank 0 is lost, and errors of the task.
     """
-    model = place.model(task, seed)
+    model = context.model(task, seed)
     plan = plan.made_for(task, model)
-    port = meet(place.group, plan, model)
-    pipeline = pipeline_of(place.group, plan)
-    rank = place.group.rank
-    place.survives_peer_loss()
+    port = meet(context.group, plan, model)
+    pipeline = pipeline_of(context.group, plan)
+    rank = context.group.rank
+    context.survives_peer_loss()
     try:
         if rank <= plan.servers:
             layout = plan.layout(model)
             # A connection loses messages only by breaking, so retries need no timeout.
             terms = plan.terms_with_tables(task, model, seed)
-            return serve(ShardServer(rank - 1, layout, terms, patience=math.inf), port, place)
-        place.prepared = lambda: model
+            return serve(ShardServer(rank - 1, layout, terms, patience=math.inf), port, context)
+        context.prepared = lambda: model
         number = plan.workers[rank - 1 - plan.servers]
         if isinstance(plan, DownpourPlan):
             return ReplicaProcess(
-                number, task, place, model, seed, plan=plan, group=pipeline, port=port
+                number, task, context, model, seed, plan=plan, group=pipeline, endpoint=port
             ).live()
-        return WorkerProcess(number, task, place, seed, plan, port).live()
+        return WorkerProcess(number, task, context, seed, plan, port).live()
     except PeerLostError:
         raise
     except BaseException as error:
-        _tell(error, name_of(rank, plan), place.group.step, port)
+        _tell(error, name_of(rank, plan), context.group.step, port)
         raise
     finally:
         port.close()
 
 
-def _tell(error: BaseException, who: str, step: str, port: Endpoint) -> None:
+def _tell(error: BaseException, who: str, step: str, endpoint: Endpoint) -> None:
     """Report an error of this process to the leader."""
     if isinstance(error, LossNotFiniteError):
-        port.say(MANAGER, RankFailed(error.where, error.when, "loss", str(error), value=error.loss))
+        endpoint.say(
+            MANAGER, RankFailed(error.where, error.when, "loss", str(error), value=error.loss)
+        )
         return
     reason = described(error)
-    port.say(MANAGER, RankFailed(who, step, "error", reason, traceback_of(error)[-20_000:]))
+    endpoint.say(MANAGER, RankFailed(who, step, "error", reason, traceback_of(error)[-20_000:]))
 
 
 class ProcessesLearner(Learner):
@@ -99,20 +101,20 @@ class ProcessesLearner(Learner):
     where = "rank 0"
 
     def __init__(
-        self, task: Task, place: RankContext, seed: int, plan: ParameterServerPlan
+        self, task: Task, context: RankContext, seed: int, plan: ParameterServerPlan
     ) -> None:
         self.task = task
-        self.place = place
-        self.group = place.group.alone()
-        self.trace = place.trace
+        self.context = context
+        self.group = context.group.alone()
+        self.trace = context.trace
         self.group.meter.name = "leader"
         self.group.meter.is_worker = False
-        self.model = place.model(task, seed).train()
+        self.model = context.model(task, seed).train()
         plan = plan.made_for(task, self.model)
         self.plan = plan
-        port = meet(place.group, plan, self.model)
-        pipeline_of(place.group, plan)
-        place.survives_peer_loss()
+        port = meet(context.group, plan, self.model)
+        pipeline_of(context.group, plan)
+        context.survives_peer_loss()
         self.terms = plan.terms_with_tables(task, self.model, seed)
         self.shards = plan.shards(self.model)
         self.table_shards = plan.table_shards(self.model)
@@ -143,8 +145,8 @@ class ProcessesLearner(Learner):
         holds = in_words(
             self.shards, self.computing.flat.buffers, self.table_shards, self.terms.tables
         )
-        self.leader = Leader(plan, self.manager, portions, holds, port, place.deadline)
-        place.ending.callback(self.leader.end)
+        self.leader = Leader(plan, self.manager, portions, holds, port, context.deadline)
+        context.ending.callback(self.leader.end)
         self._told: set[str] = set()
         self._before: dict[str, Counters] = {}
         """Counters of earlier processes of each node, in a resumed run."""
@@ -213,7 +215,7 @@ class ProcessesLearner(Learner):
         while not wait([meeting], _LOOK_SECONDS).done:
             self._count()
             if not ends:
-                self._control_flags |= self.place.control_flags()
+                self._control_flags |= self.context.control_flags()
                 ends = bool(self._control_flags & STOP)
                 if ends:
                     self.leader.hold()

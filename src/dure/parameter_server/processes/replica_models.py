@@ -85,7 +85,7 @@ class StageModel:
         self,
         number: int,
         task: Task,
-        place: RankContext,
+        context: RankContext,
         model: nn.Module,
         seed: int,
         *,
@@ -101,13 +101,13 @@ class StageModel:
         own = seed if replica == 0 else derive(seed, "replica", replica)
         self.learner = ParallelLearner(
             task,
-            dataclasses.replace(place, group=group, prepared=lambda: model, check=False),
+            dataclasses.replace(context, group=group, prepared=lambda: model, check=False),
             own,
             plan.pipe.parallel,
         )
         self.learner.where = worker(number)
         self.reports = group.rank == plan.partitions - 1
-        parameters = self.learner.held.parameters
+        parameters = self.learner.rank_state.parameters
         self.runs = [
             StageRun(run, [parameters[name] for name in run.names])
             for run in plan.runs
@@ -128,7 +128,7 @@ class StageModel:
             self._run_of(keys).at(keys).copy_(value)
         learner = self.learner
         learner.group.step = f"step {step + 1}"
-        learner.held.step = step
+        learner.rank_state.step = step
         started = time.perf_counter()
         for run in self.runs:
             run.forget()

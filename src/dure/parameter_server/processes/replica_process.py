@@ -106,22 +106,22 @@ class ReplicaProcess:
         self,
         number: int,
         task: Task,
-        place: RankContext,
+        context: RankContext,
         model: nn.Module,
         seed: int,
         *,
         plan: DownpourPlan,
         group: Group,
-        port: Endpoint,
+        endpoint: Endpoint,
     ) -> None:
         self.number = number
-        self.port = port
-        self.place = place
-        self.watch = LeaderWatch(place.deadline)
-        self.meter = place.group.meter
+        self.endpoint = endpoint
+        self.context = context
+        self.watch = LeaderWatch(context.deadline)
+        self.meter = context.group.meter
         self.meter.name = worker(number)
-        self.trace = place.trace
-        self.clock_offset = place.clock_offset
+        self.trace = context.trace
+        self.clock_offset = context.clock_offset
         layout = plan.layout(model)
         shards = plan.shards(model)
         portions = plan.portions(number, shards)
@@ -130,7 +130,7 @@ class ReplicaProcess:
         compressors = compressors_of(plan.coding(model), seed, number, keys)
         self.model: WholeModel | StageModel
         if plan.runs:
-            self.model = StageModel(number, task, place, model, seed, plan=plan, group=group)
+            self.model = StageModel(number, task, context, model, seed, plan=plan, group=group)
         else:
             self.model = WholeModel(number, task, model, seed, plan, self.meter)
         self.replica = DownpourReplica(
@@ -152,12 +152,12 @@ class ReplicaProcess:
 
     def _compute(self, step: int, weights: Sequence[Tensor], now: float) -> ThreadJob:
         def compute() -> ComputedGradients:
-            self.place.group.step = f"step {step + 1}"
+            self.context.group.step = f"step {step + 1}"
             found = self.model.compute(step, weights)
             self._computed.append(found)
             return found
 
-        return ThreadJob(compute, self.port.wake)
+        return ThreadJob(compute, self.endpoint.wake)
 
     # Main loop
 
@@ -167,7 +167,7 @@ class ReplicaProcess:
         Returns the limit by which the run has ended, or "". Raises PeerLostError if the leader is
         lost, and errors of the task.
         """
-        heart = HeartbeatThread(self.replica.side, self.port)
+        heart = HeartbeatThread(self.replica.side, self.endpoint)
         heart.start()
         try:
             while (ended := self._turn()) is None:
@@ -183,32 +183,32 @@ class ReplicaProcess:
         waited = time.perf_counter()
         idle = not self.replica.computing
         seconds = self.replica.wake - time.monotonic()
-        if not self.port.reach(MANAGER):  # the leader may start late: call it again soon
+        if not self.endpoint.reach(MANAGER):  # the leader may start late: call it again soon
             seconds = min(seconds, 0.1)
-        for sender, said in self.port.hear(self.watch.within(seconds)):
+        for sender, said in self.endpoint.hear(self.watch.within(seconds)):
             if isinstance(said, RunEnded):
                 return said.ended
             if isinstance(said, Heartbeat | RankLost):
                 self.watch.hear(said)
             elif isinstance(said, Disconnected):
-                check_leader(sender, said, "training", self.place.group.step)
+                check_leader(sender, said, "training", self.context.group.step)
                 self.replica.side.cut(sender)
             elif isinstance(said, WorkLease):
                 self._granted(said)
             elif isinstance(said, SaveResiduals):
                 errors = {self.number: self.replica.side.unsent}
-                self.port.say(sender, Residuals(self.number, errors))
+                self.endpoint.say(sender, Residuals(self.number, errors))
             elif isinstance(said, Residuals):
                 self.replica.side.take_unsent(said.errors[self.number])
             elif isinstance(said, Drain):
-                self.port.say(MANAGER, Drained(self.number, self.replica.hold()))
+                self.endpoint.say(MANAGER, Drained(self.number, self.replica.hold()))
             elif isinstance(said, RequestCounters):
                 self._tell()
             else:
                 self._say(self.replica.receive(sender, said, time.monotonic()))  # type: ignore[arg-type]
         if idle:
             self.meter.communication("wait", waited, time.perf_counter(), self.replica.step + 1)
-        self.watch.look("training", self.place.group.step)
+        self.watch.look("training", self.context.group.step)
         if time.monotonic() >= self.replica.wake:
             try:
                 self._say(self.replica.tick(time.monotonic()))
@@ -233,18 +233,18 @@ class ReplicaProcess:
         """Send the counters."""
         # Without the timeline, to which a concurrent computation may be writing.
         nothing = Trace().packed(self.clock_offset)
-        self.port.say(MANAGER, ProcessCounters(worker(self.number), self._counters(), nothing))
+        self.endpoint.say(MANAGER, ProcessCounters(worker(self.number), self._counters(), nothing))
 
     def _counters(self) -> list[float]:
         # A copy, since a pipeline updates the counters concurrently.
         counters = sum_of_counters([self.meter.counters])
-        counters.bytes_sent += self.port.sent
-        counters.bytes_received += self.port.received
+        counters.bytes_sent += self.endpoint.sent
+        counters.bytes_received += self.endpoint.received
         return counters.as_list()
 
     def _say(self, said: Sequence[Envelope]) -> None:
         for to, message in said:
-            if not self.port.say(to, message):
+            if not self.endpoint.say(to, message):
                 self.replica.side.cut(to)
 
     def _report(self) -> None:
@@ -271,7 +271,7 @@ class ReplicaProcess:
         self.trace.lanes.clear()
         side.staleness.clear()
         self._computed.clear()
-        self.port.say(MANAGER, report)
+        self.endpoint.say(MANAGER, report)
 
     def _pushes(self) -> int:
         """Return the replica's pushes since the last report; the first stage reports for all."""

@@ -28,70 +28,70 @@ from dure.parameter_server.processes.messages import (
 from dure.parameter_server.server import ShardServer
 
 
-def serve(server: ShardServer, port: Endpoint, place: RankContext) -> str:
+def serve(server: ShardServer, endpoint: Endpoint, context: RankContext) -> str:
     """Serve until the leader ends the run; returns the limit by which it has ended.
 
     Raises PeerLostError if the leader is lost, or reports a loss.
     """
-    place.group.meter.name = server.name
-    watch = LeaderWatch(place.deadline)
+    context.group.meter.name = server.name
+    watch = LeaderWatch(context.deadline)
     while True:
-        for sender, said in port.hear(watch.within(server.wake - time.monotonic())):
+        for sender, said in endpoint.hear(watch.within(server.wake - time.monotonic())):
             if isinstance(said, RunEnded):
                 return said.ended
             if isinstance(said, Heartbeat | RankLost):
                 watch.hear(said)
             elif isinstance(said, Disconnected):
-                check_leader(sender, said, "serving", place.group.step)
+                check_leader(sender, said, "serving", context.group.step)
                 server.cut(sender)
             elif isinstance(said, Save):
-                _save(server, said.shard, sender, port)
+                _save(server, said.shard, sender, endpoint)
             elif isinstance(said, RequestCounters):
-                _tell(server, sender, port, place)
+                _tell(server, sender, endpoint, context)
             else:
-                _answer(server, sender, said, port, place)  # type: ignore[arg-type]
-        watch.look("serving", place.group.step)
+                _answer(server, sender, said, endpoint, context)  # type: ignore[arg-type]
+        watch.look("serving", context.group.step)
         if time.monotonic() >= server.wake:
-            _say(server.tick(time.monotonic()), server, port)
+            _say(server.tick(time.monotonic()), server, endpoint)
             # Only one of two servers calls the other: it reconnects even if only the other sends.
             for other in server.follows:
-                port.reach(other)
+                endpoint.reach(other)
 
 
-def _say(said: list[Envelope], server: ShardServer, port: Endpoint) -> None:
+def _say(said: list[Envelope], server: ShardServer, endpoint: Endpoint) -> None:
     for to, message in said:
-        if not port.say(to, message):
+        if not endpoint.say(to, message):
             server.cut(to)
 
 
 def _answer(
-    server: ShardServer, sender: str, message: Message, port: Endpoint, place: RankContext
+    server: ShardServer, sender: str, message: Message, endpoint: Endpoint, context: RankContext
 ) -> None:
     began = time.perf_counter()
-    counters = place.group.meter.counters
+    counters = context.group.meter.counters
     if isinstance(message, Push):
-        place.group.step = f"step {message.clock + 1}"
+        context.group.step = f"step {message.clock + 1}"
     if isinstance(message, Push | Replicate):
         counters.bytes_received += payload_of(message)
     # Answers are encoded one at a time, since they take the weights at this moment.
     for to, answer in server.receive(sender, message, time.monotonic()):
-        if not port.say(to, answer):
+        if not endpoint.say(to, answer):
             server.cut(to)
         # The leader's reads belong to measurements and are not counted.
         if isinstance(answer, Values | Replicate) and to != MANAGER:
-            place.group.meter.sent(payload_of(answer))
+            context.group.meter.sent(payload_of(answer))
     if sender != MANAGER:
         what = str(message.__struct_config__.tag).lower()
         clock = getattr(message, "clock", None) or 0
-        place.group.meter.compute(what, began, time.perf_counter(), clock + 1)
+        context.group.meter.compute(what, began, time.perf_counter(), clock + 1)
 
 
-def _tell(server: ShardServer, sender: str, port: Endpoint, place: RankContext) -> None:
+def _tell(server: ShardServer, sender: str, endpoint: Endpoint, context: RankContext) -> None:
     """Send the counters and the new part of the timeline."""
-    counters = place.group.meter.counters.as_list()
-    trace = place.trace.packed(place.clock_offset)
-    place.trace.lanes.clear()
-    port.say(sender, ProcessCounters(server.name, counters, trace))
+    counters = context.group.meter.counters.as_list()
+    trace = context.trace.packed(context.clock_offset)
+    context.trace.lanes.clear()
+    endpoint.say(sender, ProcessCounters(server.name, counters, trace))
 
 
 def check_leader(sender: str, gone: Disconnected, operation: str, step: str) -> None:
@@ -130,8 +130,8 @@ class LeaderWatch:
             raise PeerLostError((0,), operation, step, reason)
 
 
-def _save(server: ShardServer, number: int, sender: str, port: Endpoint) -> None:
+def _save(server: ShardServer, number: int, sender: str, endpoint: Endpoint) -> None:
     one = server.owned.get(number)
     if one is not None:
         shard = one.shard
-        port.say(sender, Snapshot(number, one.epoch, shard.version, shard.state()))
+        endpoint.say(sender, Snapshot(number, one.epoch, shard.version, shard.state()))

@@ -234,35 +234,35 @@ def _work(
     terms: Terms,
     model: nn.Module,
     number: int,
-    port: Endpoint,
+    endpoint: Endpoint,
     deadline: float,
 ) -> Worker:
-    worker = Worker(number, model, plan, terms.recipe.plain, port, deadline)
+    worker = Worker(number, model, plan, terms.recipe.plain, endpoint, deadline)
     worker.begin()
     return worker
 
 
 def _serve(
-    plan: ParameterServerPlan, terms: Terms, model: nn.Module, number: int, port: Endpoint
+    plan: ParameterServerPlan, terms: Terms, model: nn.Module, number: int, endpoint: Endpoint
 ) -> None:
     """Serve until all workers have left."""
     name = server(number)
     try:
         # A connection loses messages only by breaking, so retries need no timeout.
         own = ShardServer(number, plan.layout(model), terms, patience=math.inf)
-        if not serve(own, port, RankContext(Group(None, Meter(name)))):
+        if not serve(own, endpoint, RankContext(Group(None, Meter(name)))):
             raise PeerLostError((0,), "serving", "the training", "has ended the run")
     except PeerLostError:
         raise
     except BaseException as error:
-        port.say(MANAGER, RankFailed(name, "the training", "error", described(error)))
+        endpoint.say(MANAGER, RankFailed(name, "the training", "error", described(error)))
         raise
     finally:
-        port.close()
+        endpoint.close()
 
 
 def _lead(
-    plan: ParameterServerPlan, terms: Terms, model: nn.Module, port: Endpoint, deadline: float
+    plan: ParameterServerPlan, terms: Terms, model: nn.Module, endpoint: Endpoint, deadline: float
 ) -> None:
     """Lead until all workers have left; the model then has the servers' weights."""
     flat = FlatParameters(model)
@@ -272,7 +272,7 @@ def _lead(
         plan.layout(model), plan.servers, plan.staleness, patience, plan.replicas, inherits=False
     )
     holds = in_words(shards, flat.buffers)
-    leader = UserLoopLeader(plan, manager, plan.all_portions(model), holds, port, deadline)
+    leader = UserLoopLeader(plan, manager, plan.all_portions(model), holds, endpoint, deadline)
     try:
         standing = ResumePoint(dict.fromkeys(plan.workers, 0), [() for _ in plan.groups])
         leader.start(states_of_keys(shards, flat.buffers, terms), standing, {})

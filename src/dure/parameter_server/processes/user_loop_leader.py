@@ -68,7 +68,7 @@ class UserLoopLeader(Leader):
             if self.buffers is None or said.worker < self.buffers[0]:
                 self.buffers = said.worker, said.buffers
             self._say(self.manager.leave(said.worker, said.clock))
-            self.port.say(sender, RunEnded(LEFT))
+            self.endpoint.say(sender, RunEnded(LEFT))
             self._changed(now)
         elif isinstance(said, PullTimeout):
             self._look_for(said)
@@ -109,7 +109,7 @@ class UserLoopLeader(Leader):
         lost = _lost(error)
         for name in [*map(server, range(self.plan.servers)), *map(worker, self.plan.workers)]:
             if self.manager.alive(name):
-                self.port.say(name, lost)
+                self.endpoint.say(name, lost)
         super()._fail(error)
 
 

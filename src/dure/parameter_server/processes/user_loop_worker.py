@@ -61,7 +61,7 @@ class Worker:
         model: nn.Module,
         plan: ParameterServerPlan,
         skips: bool,
-        port: Endpoint,
+        endpoint: Endpoint,
         deadline: float,
     ) -> None:
         self.number = number
@@ -71,7 +71,7 @@ class Worker:
         self._rank = rank_of(worker(number), plan)
         self._bulk = plan.staleness == 0
         self._skips = skips
-        self._port = port
+        self._port = endpoint
         self._shards = plan.shards(model)
         trained = trainable_parameters(model)
         self._vectors = list(by_dtype(trained).values())
@@ -94,7 +94,7 @@ class Worker:
         self._ended = ""
         """Reason that pulls and pushes are no longer possible; empty before."""
         self._closed = False
-        self._heart = HeartbeatThread(self._side, port)
+        self._heart = HeartbeatThread(self._side, endpoint)
         self._heart.start()
 
     # What can be asked

@@ -55,22 +55,22 @@ class WorkerProcess:
         self,
         number: int,
         task: Task,
-        place: RankContext,
+        context: RankContext,
         seed: int,
         plan: ParameterServerPlan,
-        port: Endpoint,
+        endpoint: Endpoint,
     ) -> None:
         self.number = number
         self.plan = plan
         self.seed = seed
-        self.port = port
-        self.place = place
-        self.watch = LeaderWatch(place.deadline)
-        self.meter = place.group.meter
+        self.endpoint = endpoint
+        self.context = context
+        self.watch = LeaderWatch(context.deadline)
+        self.meter = context.group.meter
         self.meter.name = worker(number)
-        self.trace = place.trace
-        self.clock_offset = place.clock_offset
-        self.model = place.model(task, seed).train()
+        self.trace = context.trace
+        self.clock_offset = context.clock_offset
+        self.model = context.model(task, seed).train()
         self.shards = plan.shards(self.model)
         self.portions = plan.all_portions(self.model)
         self.coding = plan.coding(self.model)
@@ -129,15 +129,15 @@ class WorkerProcess:
         if not self._dealt and self._left and not self._asked:
             # Ask before the last part is computed, so that the next parts arrive in time.
             self._asked = True
-            self.port.say(MANAGER, RequestWork(self.number, tuple(self._done)))
+            self.endpoint.say(MANAGER, RequestWork(self.number, tuple(self._done)))
             self._done.clear()
         return work
 
     def _compute(
         self, side: WorkerProtocol, work: BatchPart, values: Sequence[Tensor | SparseRows]
     ) -> tuple[Sequence[Tensor | SparseRows], float]:
-        self.port.flush()
-        self.place.group.step = f"step {work.batch + 1}"
+        self.endpoint.flush()
+        self.context.group.step = f"step {work.batch + 1}"
         started = time.perf_counter()
         dense, rows = split_rows(values)
         self.slots.take(side.number, dense)
@@ -154,7 +154,7 @@ class WorkerProcess:
 
         Raises PeerLostError if the leader is lost.
         """
-        heart = HeartbeatThread(self.worker.own, self.port)
+        heart = HeartbeatThread(self.worker.own, self.endpoint)
         heart.start()
         try:
             while (ended := self._turn()) is None:
@@ -167,21 +167,21 @@ class WorkerProcess:
         """Process received messages and due events; returns the run's limit after its end."""
         waited = time.perf_counter()
         seconds = self.worker.wake - time.monotonic()
-        if not self.port.reach(MANAGER):  # the leader may start late: call it again soon
+        if not self.endpoint.reach(MANAGER):  # the leader may start late: call it again soon
             seconds = min(seconds, 0.1)
-        for sender, said in self.port.hear(self.watch.within(seconds)):
+        for sender, said in self.endpoint.hear(self.watch.within(seconds)):
             if isinstance(said, RunEnded):
                 return said.ended
             if isinstance(said, Heartbeat | RankLost):
                 self.watch.hear(said)
             elif isinstance(said, Disconnected):
-                check_leader(sender, said, "training", self.place.group.step)
+                check_leader(sender, said, "training", self.context.group.step)
                 self._cut(sender)
             elif isinstance(said, WorkLease):
                 self._granted(said)
             elif isinstance(said, SaveResiduals):
                 errors = {side.number: side.unsent for side in self.worker.sides}
-                self.port.say(sender, Residuals(self.number, errors))
+                self.endpoint.say(sender, Residuals(self.number, errors))
             elif isinstance(said, Residuals):
                 self.worker.own.take_unsent(said.errors[self.number])
             elif isinstance(said, Drain):
@@ -197,7 +197,7 @@ class WorkerProcess:
                 self.slots.heard(sender, said)  # type: ignore[arg-type]
                 self._say(self.worker.receive(sender, said, time.monotonic()))  # type: ignore[arg-type]
         self._waited(waited)
-        self.watch.look("training", self.place.group.step)
+        self.watch.look("training", self.context.group.step)
         if time.monotonic() >= self.worker.wake:
             self._say(self.worker.tick(time.monotonic()))
         return None
@@ -219,24 +219,24 @@ class WorkerProcess:
             self._dealt.clear()
             self._left = False
             self.worker.go_on()
-        self.port.say(MANAGER, Drained(self.number, until, tuple(back)))
+        self.endpoint.say(MANAGER, Drained(self.number, until, tuple(back)))
 
     def _tell(self) -> None:
         """Send the counters and the new part of the timeline."""
         trace = self.trace.packed(self.clock_offset)
         self.trace.lanes.clear()
-        self.port.say(MANAGER, ProcessCounters(worker(self.number), self._counters(), trace))
+        self.endpoint.say(MANAGER, ProcessCounters(worker(self.number), self._counters(), trace))
 
     def _counters(self) -> list[float]:
         counters = self.meter.counters
-        counters.bytes_sent = self.port.sent
-        counters.bytes_received = self.port.received
+        counters.bytes_sent = self.endpoint.sent
+        counters.bytes_received = self.endpoint.received
         return counters.as_list()
 
     def _say(self, said: Sequence[Envelope]) -> None:
         for to, message in said:
             self.slots.said(to, message)  # type: ignore[arg-type]
-            if not self.port.say(to, message):
+            if not self.endpoint.say(to, message):
                 self._cut(to)
 
     def _cut(self, node: str) -> None:
@@ -277,16 +277,16 @@ class WorkerProcess:
         self.trace.lanes.clear()
         self._computed.clear()
         self._done.clear()
-        self.port.say(MANAGER, report)
+        self.endpoint.say(MANAGER, report)
 
 
 class HeartbeatThread(threading.Thread):
     """Thread that sends a worker's heartbeats to the manager during computations."""
 
-    def __init__(self, side: WorkerProtocol, port: Endpoint, beat: float = 0.5) -> None:
+    def __init__(self, side: WorkerProtocol, endpoint: Endpoint, beat: float = 0.5) -> None:
         super().__init__(name="dure heart", daemon=True)
         self._side = side
-        self._port = port.beside(f"{side.name}{HEARTBEAT_SUFFIX}")
+        self._port = endpoint.beside(f"{side.name}{HEARTBEAT_SUFFIX}")
         self._beat = beat
         self._ended = threading.Event()
 

@@ -166,7 +166,7 @@ class ServedVerticalLearner(Learner):
     def __init__(
         self,
         task: Task,
-        place: RankContext,
+        context: RankContext,
         seed: int,
         plan: VerticalPlan,
         connect: Callable[[HostedRun], Channels],
@@ -174,9 +174,9 @@ class ServedVerticalLearner(Learner):
         self.task = task
         self.plan = plan
         self.seed = seed
-        self.place = place
+        self.context = context
         self.where = plan.holder
-        self.model = place.model(task, seed).train()
+        self.model = context.model(task, seed).train()
         self.train, self.test = examples_for(task)
         inputs, _ = self.train.batch(torch.tensor([0]))
         self.division = divide(self.model, inputs, plan.features, plan.parties)
@@ -199,7 +199,7 @@ class ServedVerticalLearner(Learner):
         self._meters = [Meter(plan.holder, is_worker=plan.holder != SERVER)]
         self._meters += [Meter(name) for name in names]
         entrance = Admission(self.channels, len(names), self._tells)
-        entrance.wait(place.interrupted)
+        entrance.wait(context.interrupted)
         each = max(one.nbytes for one in self.activations) / len(inputs)
         examples = max(size, task.eval_batch_size)
         self.channels.allow(sizes.largest_message(sizes.SLACK * each * examples, 0))
@@ -209,8 +209,8 @@ class ServedVerticalLearner(Learner):
             self.others,
             (self._meters[0], dict(zip(names, self._meters[1:], strict=True))),
             self._tells,
-            lambda look: place.report({"federation": look}),
-            place.interrupted,
+            lambda look: context.report({"federation": look}),
+            context.interrupted,
         )
         rows = self._aligned(entrance) if plan.align else self._all_rows(entrance)
         self.examples = len(rows)
@@ -226,7 +226,7 @@ class ServedVerticalLearner(Learner):
         self._over = False
 
     def _tells(self, text: str) -> None:
-        self.place.report({"waiting": text})
+        self.context.report({"waiting": text})
 
     # Alignment and parts
 
@@ -247,7 +247,7 @@ class ServedVerticalLearner(Learner):
 
     def _aligned(self, entrance: Admission) -> Tensor:
         """Return the rows of the people whom all know, in the common order."""
-        folder = self.place.folder
+        folder = self.context.folder
         if folder is not None and (folder / PEOPLE).exists():
             kept: Tensor = read_tree(folder / PEOPLE)["rows"]
             return kept
@@ -389,7 +389,7 @@ class ServedVerticalLearner(Learner):
                 _, targets = self.test.batch(rows)
                 outputs = tail(joined(values, self.division.join))
                 measurement.add(outputs, targets, len(rows))
-        values_of = measurement.values(self.place.group)
+        values_of = measurement.values(self.context.group)
         return {f"test_{name}": value for name, value in values_of.items()}
 
     def _test_activations(self, rows: Tensor) -> list[Tensor]:

@@ -81,7 +81,7 @@ class ServedSplitLearner(Learner):
     def __init__(
         self,
         task: Task,
-        place: RankContext,
+        context: RankContext,
         seed: int,
         plan: SplitPlan,
         connect: Callable[[HostedRun], Channels],
@@ -89,14 +89,14 @@ class ServedSplitLearner(Learner):
         self.task = task
         self.plan = plan
         self.seed = seed
-        self.place = place
-        self.group = place.group
-        self.model = place.model(task, seed).train()
+        self.context = context
+        self.group = context.group
+        self.model = context.model(task, seed).train()
         train, self.test = examples_for(task)
         self.flops, hosted = self._hosted(train)
         self.channels = connect(hosted)
         entrance = Admission(self.channels, plan.clients, self._tells, self._check_hello)
-        roster = entrance.wait(place.interrupted)
+        roster = entrance.wait(context.interrupted)
         self._meters = [Meter(SERVER, is_worker=False)]
         self._meters += [Meter(client(number)) for number in range(plan.clients)]
         hellos = {number: entrance.hellos[number] for number in range(plan.clients)}
@@ -139,7 +139,7 @@ class ServedSplitLearner(Learner):
             self.account,
             self.ends.exchange,
             self._tells,
-            lambda look: place.report({"federation": look}),
+            lambda look: context.report({"federation": look}),
             self._kept,
         )
         self.units_per_epoch = 1
@@ -216,7 +216,7 @@ class ServedSplitLearner(Learner):
         return sample
 
     def _tells(self, text: str) -> None:
-        self.place.report({"waiting": text})
+        self.context.report({"waiting": text})
 
     def flops_per_step(self) -> float:
         return self.flops
@@ -230,7 +230,7 @@ class ServedSplitLearner(Learner):
 
         def ends() -> bool:
             nonlocal flags
-            flags = self.place.control_flags() & ~CHECKPOINT
+            flags = self.context.control_flags() & ~CHECKPOINT
             return bool(flags & STOP)
 
         # A server killed after the round's last turn has finished the round already.
@@ -246,7 +246,7 @@ class ServedSplitLearner(Learner):
         counted = math.fsum(count for _, count in steps)
         # Clients keep only the state after their last turns, so that neither side can return to an
         # earlier round: write a checkpoint after each round.
-        kept = CHECKPOINT if self.place.folder is not None else 0
+        kept = CHECKPOINT if self.context.folder is not None else 0
         return StepResult(
             loss=mean_over(math.fsum(loss * count for loss, count in steps), counted),
             samples=samples,
@@ -270,15 +270,15 @@ class ServedSplitLearner(Learner):
 
     def _kept(self) -> None:
         """Save the server's current state."""
-        if self.place.folder is not None:
-            write_tree(self.place.folder / TURN, self.state())
+        if self.context.folder is not None:
+            write_tree(self.context.folder / TURN, self.state())
 
     def _take_up(self) -> None:
         """Load a newer state than the checkpoint's, if an earlier server process was killed."""
-        if self._began or self.place.folder is None:
+        if self._began or self.context.folder is None:
             return
         self._began = True
-        path = self.place.folder / TURN
+        path = self.context.folder / TURN
         if path.exists():
             found = read_tree(path)
             try:
@@ -312,7 +312,7 @@ class ServedSplitLearner(Learner):
             return evaluate(self.task, measured, self.test, self.group, self.round)
         head = self.order.head if self.plan.rules.returns else None
         name = client(self.order.keeper)
-        return self.hall.measure(name, self.round, self.place.interrupted, head)
+        return self.hall.measure(name, self.round, self.context.interrupted, head)
 
     @property
     def _knows_head(self) -> bool:

@@ -69,14 +69,14 @@ class SimulatedVerticalLearner(Learner):
 
     unit = "step"
 
-    def __init__(self, task: Task, place: RankContext, seed: int, plan: VerticalPlan) -> None:
+    def __init__(self, task: Task, context: RankContext, seed: int, plan: VerticalPlan) -> None:
         self.task = task
         self.plan = plan
         self.seed = seed
         self.where = plan.holder
-        self.group = place.group
-        self.conditions = place.conditions or Conditions()
-        self.model = place.model(task, seed).train()
+        self.group = context.group
+        self.conditions = context.conditions or Conditions()
+        self.model = context.model(task, seed).train()
         self.train, self.test = examples_for(task)
         inputs, _ = self.train.batch(torch.tensor([0]))
         self.division = divide(self.model, inputs, plan.features, plan.parties)

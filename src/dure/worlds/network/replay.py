@@ -63,41 +63,41 @@ class Replay(World):
     ) -> Value:
         return run_server(program, report, self.conditions, self._carrier)
 
-    def _carrier(self, federation: FederationSpec, place: RankContext) -> Carrier:
-        copy = Path(place.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
+    def _carrier(self, federation: FederationSpec, context: RankContext) -> Carrier:
+        copy = Path(context.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
         backup(self.folder, copy / "journal.db")
         if (self.folder / COHORT).exists():
             shutil.copy(self.folder / COHORT, copy / COHORT)
         clock = FederationClock()
         journal = Journal(copy, clock, self.run_id)
-        place.ending.callback(journal.close)
+        context.ending.callback(journal.close)
         return ReplayCarrier(
             federation=federation,
             folder=copy,
             journal=journal,
             clock=clock,
             updates=Updates(self.folder / "updates"),
-            desk=ClientOutbox(clock.now),
-            shelf=BlobCache(),
+            outbox=ClientOutbox(clock.now),
+            cache=BlobCache(),
             machine=machine(federation.threads),
             start_with=federation.clients,
-            answer_timeout=self.answer_timeout(place),
+            answer_timeout=self.answer_timeout(context),
             measure_seconds=math.inf,
             record=True,
-            budget=TransferBudget(self._budget(place)),
-            interrupted=place.interrupted,
+            budget=TransferBudget(self._budget(context)),
+            interrupted=context.interrupted,
             tell=lambda text: None,
             models=self.models,
             once=self.folder / ONCE,
         )
 
-    def _budget(self, place: RankContext) -> int | None:
-        asked = place.config["world"].get("transfer_budget")
+    def _budget(self, context: RankContext) -> int | None:
+        asked = context.config["world"].get("transfer_budget")
         return Conditions(engine=ENGINE, transfer_budget=asked).bytes_each
 
-    def answer_timeout(self, place: RankContext) -> float:
+    def answer_timeout(self, context: RankContext) -> float:
         """Return the timeout of a round in seconds, from the run's config."""
-        return float(place.config["world"]["deadline"])
+        return float(context.config["world"]["deadline"])
 
 
 class ReplayEvents(JournalEvents):

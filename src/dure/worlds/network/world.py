@@ -167,7 +167,7 @@ class Network(World):
     ) -> Value:
         return run_server(program, report, self.conditions, self._carrier, self._channels)
 
-    def _channels(self, hosted: HostedRun, place: RankContext) -> Channels:
+    def _channels(self, hosted: HostedRun, context: RankContext) -> Channels:
         """Start to serve clients that stay connected. Raises ServeError on failure."""
         for name, value in (
             ("start_with", self.start_with not in (None, hosted.clients)),
@@ -181,9 +181,9 @@ class Network(World):
                     f"keeps no journal; leave it out"
                 )
         with _as_serve_errors():
-            return _Connected(self, hosted, place).channels
+            return _Connected(self, hosted, context).channels
 
-    def _carrier(self, federation: FederationSpec, place: RankContext) -> Carrier:
+    def _carrier(self, federation: FederationSpec, context: RankContext) -> Carrier:
         """Start to serve, and return the carrier between the coordinator and the clients.
 
         Raises ServeError on failure.
@@ -192,24 +192,24 @@ class Network(World):
         from dure.worlds.network.server.carrier import NetworkCarrier
 
         with _as_serve_errors():
-            server = _Server(self, federation, place)
-        place.ending.callback(server.close)
+            server = _Server(self, federation, context)
+        context.ending.callback(server.close)
         return NetworkCarrier(
             federation=federation,
             folder=server.folder,
             journal=server.journal,
             clock=server.clock,
             updates=server.updates,
-            desk=server.desk,
-            shelf=server.shelf,
+            outbox=server.outbox,
+            cache=server.cache,
             machine=server.machine,
             start_with=self.start_with or federation.clients,
             answer_timeout=self.deadline,
             measure_seconds=self.measure_seconds,
             record=self.record,
             budget=TransferBudget(self.conditions.bytes_each),
-            interrupted=place.interrupted,
-            tell=lambda text: place.report({"waiting": text}),
+            interrupted=context.interrupted,
+            tell=lambda text: context.report({"waiting": text}),
             watching=server.watching,
             models=server.models,
             exchange_seconds=self.exchange_seconds,
@@ -280,12 +280,12 @@ def run_server(
         The result of `program`.
     """
 
-    def here(place: RankContext) -> Value:
-        place.conditions = conditions
-        place.network = lambda federation: carrier(federation, place)
+    def here(context: RankContext) -> Value:
+        context.conditions = conditions
+        context.network = lambda federation: carrier(federation, context)
         if channels is not None:
-            place.channels = lambda hosted: channels(hosted, place)
-        return program(place)
+            context.channels = lambda hosted: channels(hosted, context)
+        return program(context)
 
     return run_in_process(here, report, "server", "clients", is_worker=False)
 
@@ -402,7 +402,7 @@ def _more_than(clients: int) -> Callable[[int], str | None]:
 class _Serves:
     """Resources of a running server of either kind. `clients` is the number of clients."""
 
-    def __init__(self, world: Network, clients: int, place: RankContext) -> None:
+    def __init__(self, world: Network, clients: int, context: RankContext) -> None:
         from dure.wire.signatures import Key
         from dure.worlds.network.server.access import AccessControl
         from dure.worlds.network.server.log_lines import logged_to
@@ -410,18 +410,18 @@ class _Serves:
         from dure.worlds.network.server.server_metrics import ServerMetrics
 
         # Resources are released at the end of the run, even if the rest of the start fails.
-        self.ending = place.ending.enter_context(contextlib.ExitStack())
-        folder = place.folder
+        self.ending = context.ending.enter_context(contextlib.ExitStack())
+        folder = context.folder
         if folder is None:
             folder = Path(self.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
         self.world = world
-        self.place = place
+        self.server_context = context
         self.clients = clients
         self.context, renew = world.context()
         self._renew = [renew]
         if world.log is not None:
             self.ending.enter_context(logged_to(Path(world.log)))
-        self.run = str(place.config.get("run", ""))
+        self.run = str(context.config.get("run", ""))
         # The folder will contain names of people, updates, models and keys.
         make_private(folder)
         self.folder = folder
@@ -429,17 +429,17 @@ class _Serves:
         if self.resumed and not (folder / SIGNING_KEY).exists():
             warn(f"{folder / SIGNING_KEY} is missing: the model will be signed by a new key")
         self.key = Key.load_or_create(folder / SIGNING_KEY)
-        place.signs = self.key
-        self.watching = ServerMetrics(place.report)
-        place.report = _both(self.watching.hears, place.report)
+        context.signs = self.key
+        self.watching = ServerMetrics(context.report)
+        context.report = _both(self.watching.hears, context.report)
         # The log must have all rounds, so reports are not throttled.
-        place.report_seconds = 0.0
+        context.report_seconds = 0.0
         _check_there(folder, "clients.db", "who is enrolled")
         # Before the first client can be enrolled.
         self.roster = _roster_of(world, clients, folder, self.resumed)
-        place.identities = None if self.roster is None else self.roster.identities
+        context.identities = None if self.roster is None else self.roster.identities
         register = self.ending.enter_context(Register(folder / "clients.db", clients))
-        self.access = AccessControl(register, world.access, identities=place.identities)
+        self.access = AccessControl(register, world.access, identities=context.identities)
 
     def told(
         self, clients: int, seed: int, trains: TaskDescription, threads: int
@@ -450,7 +450,7 @@ class _Serves:
         return {
             "run": self.run,
             "clients": clients,
-            "strategy": dict(self.place.config.get("strategy", {})),
+            "strategy": dict(self.server_context.config.get("strategy", {})),
             "seed": seed,
             "trains": trains,
             "machine": machine(threads),
@@ -474,7 +474,7 @@ class _Serves:
         scheme = "http" if self.context is None else "https"
         url = f"{scheme}://{world.host}:{serving.port}"
         self.watching.serves(self.run, url, resumed)
-        self.place.report({"serving": url, "run": self.run, "clients": self.clients})
+        self.server_context.report({"serving": url, "run": self.run, "clients": self.clients})
         return serving
 
     def every_moment(self) -> None:
@@ -485,11 +485,11 @@ class _Serves:
 class _Connected(_Serves):
     """Server whose clients stay connected."""
 
-    def __init__(self, world: Network, hosted: HostedRun, place: RankContext) -> None:
+    def __init__(self, world: Network, hosted: HostedRun, context: RankContext) -> None:
         from dure.worlds.network.server.channels import NetworkChannels
         from dure.worlds.network.server.sessions import ServedRun
 
-        super().__init__(world, hosted.clients, place)
+        super().__init__(world, hosted.clients, context)
         trains = hosted.trains or TaskDescription(forms={})
         told = self.told(hosted.clients, hosted.seed, trains, hosted.threads)
         if hosted.trains is None:
@@ -503,7 +503,7 @@ class _Connected(_Serves):
             world.deadline,
             self.every_moment,
         )
-        place.ending.callback(self.close)
+        context.ending.callback(self.close)
         serving = self.opens(self.channels, self.resumed, world.heartbeat)
         self.channels.alive = lambda: serving.alive
 
@@ -522,7 +522,7 @@ class _Connected(_Serves):
 class _Server(_Serves):
     """Server of a federation, whose clients request their work."""
 
-    def __init__(self, world: Network, federation: FederationSpec, place: RankContext) -> None:
+    def __init__(self, world: Network, federation: FederationSpec, context: RankContext) -> None:
         from dure.worlds.network.clock import FederationClock
         from dure.worlds.network.journal import Journal
         from dure.worlds.network.server.app import App
@@ -532,7 +532,7 @@ class _Server(_Serves):
         from dure.worlds.network.server.sessions import ServedRun
         from dure.worlds.network.updates import Updates
 
-        super().__init__(world, federation.clients, place)
+        super().__init__(world, federation.clients, context)
         _check_there(self.folder, "journal.db", "all that clients have said")
         self.clock = FederationClock()
         self.journal = Journal(self.folder, self.clock, self.run)
@@ -541,12 +541,12 @@ class _Server(_Serves):
         self.updates = Updates(self.folder / "updates")
         self.models = ModelDigests(self.folder / FILE)
         self.ending.callback(self.models.close)
-        self.desk = ClientOutbox(self.clock.now)
-        self.shelf = BlobCache()
+        self.outbox = ClientOutbox(self.clock.now)
+        self.cache = BlobCache()
         self.machine = machine(federation.threads)
         # Sites with other frozen weights fetch them once.
         if federation.frozen:
-            self.shelf.keep(federation.frozen)
+            self.cache.keep(federation.frozen)
         told = self.told(federation.clients, federation.seed, federation.trains, federation.threads)
         app = App(
             ServedRun(
@@ -555,8 +555,8 @@ class _Server(_Serves):
                 holds=federation.holds,
                 why_not=federation.why_not,
             ),
-            self.desk,
-            self.shelf,
+            self.outbox,
+            self.cache,
             self.journal,
             self.updates,
             self.access,
@@ -574,7 +574,7 @@ class _Server(_Serves):
         from dure.worlds.network.server.status import TOKEN, Status, load_or_create_token
 
         world = self.world
-        place = self.place
+        place = self.server_context
         assert world.status_port is not None
         context, renew = world.status_context()
         self._renew.append(renew)
@@ -587,11 +587,11 @@ class _Server(_Serves):
                 "signing_key": self.key.public,
             },
             watching=self.watching,
-            desk=self.desk,
+            outbox=self.outbox,
             access=self.access,
             journal=self.journal,
             clock=self.clock,
-            differs=lambda seat: differences(seat.machine, self.machine),
+            differs=lambda session: differences(session.machine, self.machine),
             token=load_or_create_token(self.folder),
         )
         secure = context is not None
@@ -615,10 +615,12 @@ class _Server(_Serves):
 
         Clients learn of the end of a run; clients of an interrupted run retry.
         """
-        self.watching.ends(self.desk.over or "the server stops")
+        self.watching.ends(self.outbox.over or "the server stops")
         now = time.monotonic
         began = now()
-        while self.desk.over and now() < began + LAST and self.desk.has_to_tell(began + FAREWELL):
+        while (
+            self.outbox.over and now() < began + LAST and self.outbox.has_to_tell(began + FAREWELL)
+        ):
             time.sleep(0.05)
-        self.desk.pause()
+        self.outbox.pause()
         self.ending.close()

@@ -206,10 +206,10 @@ def join(seat: RankSettings) -> RollCall:
 def rank_context_of(seat: RankSettings, control: Control, roll_call: RollCall) -> RankContext:
     trace = Trace()
     group = Group(dist.group.WORLD, Meter(f"rank {seat.rank}", trace), roll_call.diagnose)
-    place = RankContext(group, trace, control.event, control.interrupted)
-    place.survives_peer_loss = lambda: control.send("outlives")
-    place.deadline = seat.deadline
-    return place
+    context = RankContext(group, trace, control.event, control.interrupted)
+    context.survives_peer_loss = lambda: control.send("outlives")
+    context.deadline = seat.deadline
+    return context
 
 
 def as_dure_error(error: BaseException, rank: int, step: str) -> DureError:

@@ -123,11 +123,11 @@ class Torchrun(World):
         trace = Trace()
         end = StopRequest(store)
         group = Group(dist.group.WORLD, Meter(f"rank {rank}", trace), roll_call.diagnose)
-        place = RankContext(group, trace, report, end.heard, clock_offset=clock_offset(group))
-        place.deadline = self.deadline
+        context = RankContext(group, trace, report, end.heard, clock_offset=clock_offset(group))
+        context.deadline = self.deadline
         with on_interrupt(end.ask, (signal.SIGINT, signal.SIGTERM)):
             try:
-                value = program(place)
+                value = program(context)
             except BaseException as error:
                 roll_call.answer(RollCallAnswer(failed=text_of(error)))
                 if isinstance(error, DureError):  # the job may continue with another run

@@ -59,7 +59,7 @@ class Stage:
         """Plays the body on every rank; the default group of torch.distributed then spans both
         hosts."""
 
-        def program(place: RankContext) -> None:
+        def program(context: RankContext) -> None:
             rank, size = dist.get_rank(), dist.get_world_size()
             told: list[Any] = [None]
             if rank == self.keeper:

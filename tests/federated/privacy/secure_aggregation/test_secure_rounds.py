@@ -62,8 +62,8 @@ def test_the_model_moves_by_the_mean_of_the_quantised_updates(
     strategy = dure.FedAvg(clients=12, privacy=name, partition="quantity-skew:5")
     summed: list[list[int]] = []
 
-    def program(place: RankContext) -> None:
-        server = strategy.learner(small_task(n=120, model=with_batch_norm), place, 0)
+    def program(context: RankContext) -> None:
+        server = strategy.learner(small_task(n=120, model=with_batch_norm), context, 0)
         assert isinstance(server, FederatedServer)
         coordinator = server.coordinator
         fold = coordinator.fold_sum
@@ -150,8 +150,8 @@ def test_rules_get_the_means_of_random_groups(rule: str, groups: int) -> None:
     strategy = dure.FedAvg(clients=12, aggregate=rule, privacy="secure-aggregation")
     seen = []
 
-    def program(place: RankContext) -> None:
-        server = strategy.learner(small_task(), place, 0)
+    def program(context: RankContext) -> None:
+        server = strategy.learner(small_task(), context, 0)
         assert isinstance(server, FederatedServer)
         fold = server.coordinator.fold_sum
         server.coordinator.fold_sum = lambda one: (seen.append(one), fold(one))[1]  # type: ignore
@@ -179,8 +179,8 @@ def test_the_rule_is_that_of_the_groups_means_to_the_bit(
     strategy = dure.FedAvg(clients=12, aggregate=rule, privacy="secure-aggregation")
     seen: list[SummedUpdates] = []
 
-    def program(place: RankContext) -> None:
-        server = strategy.learner(small_task(), place, 0)
+    def program(context: RankContext) -> None:
+        server = strategy.learner(small_task(), context, 0)
         assert isinstance(server, FederatedServer)
         fold = server.coordinator.fold_sum
 

@@ -106,57 +106,57 @@ class Shelf:
 
 @given(breaks=st.lists(st.integers(0, size_of(forms_of(SMALL))), max_size=6))
 def test_a_model_arrives_whole_and_each_byte_once_wherever_links_break(breaks) -> None:
-    shelf = Shelf(SMALL, breaks)
-    with serving(shelf) as server, HttpLink(server.url) as link:
-        assert same(shelf.fetch(link), SMALL)
-    assert sum(end - at for at, end in shelf.served) == len(shelf.stream)
+    cache = Shelf(SMALL, breaks)
+    with serving(cache) as server, HttpLink(server.url) as link:
+        assert same(cache.fetch(link), SMALL)
+    assert sum(end - at for at, end in cache.served) == len(cache.stream)
 
 
 def test_a_file_of_the_model_is_written_on_the_way(tmp_path) -> None:
-    shelf = Shelf(SMALL, [5, 60_000])
+    cache = Shelf(SMALL, [5, 60_000])
     done = []
-    with serving(shelf) as server, HttpLink(server.url) as link:
-        shelf.fetch(link, tmp_path / "model.safetensors", progress=done.append)
-    assert (tmp_path / "model.safetensors").read_bytes() == shelf.stream
+    with serving(cache) as server, HttpLink(server.url) as link:
+        cache.fetch(link, tmp_path / "model.safetensors", progress=done.append)
+    assert (tmp_path / "model.safetensors").read_bytes() == cache.stream
     assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
     assert done == sorted(done)
-    assert done[-1] == len(shelf.stream)
+    assert done[-1] == len(cache.stream)
 
 
 def test_a_model_arrives_through_a_proxy_that_knows_no_ranges() -> None:
-    shelf = Shelf(SMALL, [50_000], ranges=False)
-    with serving(shelf) as server, HttpLink(server.url) as link:
-        assert same(shelf.fetch(link), SMALL)
-    assert len(shelf.served) == 2
+    cache = Shelf(SMALL, [50_000], ranges=False)
+    with serving(cache) as server, HttpLink(server.url) as link:
+        assert same(cache.fetch(link), SMALL)
+    assert len(cache.served) == 2
 
 
 def test_what_arrives_damaged_is_asked_for_once_more() -> None:
-    shelf = Shelf(SMALL, spoils=1)
-    with serving(shelf) as server, HttpLink(server.url) as link:
-        assert same(shelf.fetch(link), SMALL)
-    assert len(shelf.served) == 2
+    cache = Shelf(SMALL, spoils=1)
+    with serving(cache) as server, HttpLink(server.url) as link:
+        assert same(cache.fetch(link), SMALL)
+    assert len(cache.served) == 2
 
 
 def test_what_arrives_damaged_again_is_refused_and_the_file_stays_as_it_was(tmp_path) -> None:
-    shelf = Shelf(SMALL, spoils=2)
+    cache = Shelf(SMALL, spoils=2)
     (tmp_path / "model").write_text("the one before")
     with (
-        serving(shelf) as server,
+        serving(cache) as server,
         HttpLink(server.url) as link,
         pytest.raises(TransferError, match="its SHA-256 is"),
     ):
-        shelf.fetch(link, tmp_path / "model")
+        cache.fetch(link, tmp_path / "model")
     assert (tmp_path / "model").read_text() == "the one before"
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
 
 
-def fetching(shelf: Shelf, size: int | None = None, expected=None) -> Exception:
-    with serving(shelf) as server, HttpLink(server.url) as link:
+def fetching(cache: Shelf, size: int | None = None, expected=None) -> Exception:
+    with serving(cache) as server, HttpLink(server.url) as link:
         with pytest.raises((TransferError, RefusedError)) as told:
             download(
                 link,
-                shelf.digest,
-                size or len(shelf.stream),
+                cache.digest,
+                size or len(cache.stream),
                 expected,
                 threading.Event(),
                 AT_ONCE,
@@ -184,24 +184,24 @@ def test_an_answer_that_goes_on_elsewhere_is_refused() -> None:
         if "range" in request.headers:
             request.reply(206, b"", {"content-range": "bytes 3-7/8"})
         else:
-            shelf(request)
+            cache(request)
 
-    shelf = Shelf(SMALL, [1000])
+    cache = Shelf(SMALL, [1000])
     with serving(answer) as server, HttpLink(server.url) as link:
         with pytest.raises(TransferError, match="bytes from 1000 on"):
-            shelf.fetch(link)
+            cache.fetch(link)
         # The link is as good as before.
-        assert same(shelf.fetch(link), SMALL)
+        assert same(cache.fetch(link), SMALL)
 
 
 def test_who_stops_waits_for_no_model() -> None:
-    shelf = Shelf(LARGE)
+    cache = Shelf(LARGE)
     stop = threading.Event()
-    with serving(shelf) as server, HttpLink(server.url) as link, pytest.raises(StoppedError):
+    with serving(cache) as server, HttpLink(server.url) as link, pytest.raises(StoppedError):
         download(
             link,
-            shelf.digest,
-            len(shelf.stream),
+            cache.digest,
+            len(cache.stream),
             None,
             stop,
             AT_ONCE,

@@ -217,11 +217,11 @@ def starting(tmp_path):
         yield Status(
             about={},
             watching=ServerMetrics(),
-            desk=ClientOutbox(clock.now),
+            outbox=ClientOutbox(clock.now),
             access=AccessControl(register, "open"),
             journal=journal,
             clock=clock,
-            differs=lambda seat: [],
+            differs=lambda session: [],
             token=load_or_create_token(tmp_path),
         )
         journal.close()
@@ -230,7 +230,7 @@ def starting(tmp_path):
 def test_a_server_that_starts_or_cannot_write_is_not_healthy(starting, monkeypatch) -> None:
     with served(starting.asgi()) as get:
         assert get("/health") == (503, '{"status": "starting"}')
-        starting.desk.open.set()
+        starting.outbox.open.set()
         assert get("/health") == (200, '{"status": "waiting"}')
         monkeypatch.setattr(starting.journal, "_broken", "the disk is gone")
         assert get("/health") == (503, '{"status": "broken"}')
@@ -247,11 +247,11 @@ def test_what_lets_a_client_in_opens_nothing(starting) -> None:
 
 
 def test_status_says_who_is_missing_refused_and_in_quarantine(starting) -> None:
-    starting.desk.open.set()
-    seat = starting.desk.seat(1)
-    seat.name, seat.examples, seat.missing = "ward 3", 5, True
-    starting.desk.assign(1, Train(7, 3, 0, "d" * 64, 100), 30.0, {})
-    seat.missing = True
+    starting.outbox.open.set()
+    session = starting.outbox.session(1)
+    session.name, session.examples, session.missing = "ward 3", 5, True
+    starting.outbox.assign(1, Train(7, 3, 0, "d" * 64, 100), 30.0, {})
+    session.missing = True
     for _ in range(20):
         with pytest.raises(RequestRefused):
             starting.access.refuse(1, 400, "malformed", "it is not JSON")

@@ -3,7 +3,7 @@
 `dure.wire.requests` lists the routes. Handlers check the request, write it to the journal, and
 answer; they depend on neither the model nor the coordinator:
 
-    attendance.py   sessions of clients, and their work
+    sessions.py     sessions of clients, and their work
     downloads.py    tensors for clients
     uploads.py      updates of clients
     replies.py      messages about updates that stay at their clients
@@ -34,8 +34,8 @@ class App:
     """Application with its routes and the shared state of the handlers."""
 
     served: ServedRun
-    desk: ClientOutbox
-    shelf: BlobCache
+    outbox: ClientOutbox
+    cache: BlobCache
     journal: Journal
     updates: Updates
     access: AccessControl
@@ -45,26 +45,26 @@ class App:
 
     def __post_init__(self) -> None:
         self.attendance = SessionRoutes(
-            self.served, self.desk, self.journal, self.access, self.watching
+            self.served, self.outbox, self.journal, self.access, self.watching
         )
-        self.downloads = Downloads(self.desk, self.shelf)
+        self.downloads = Downloads(self.outbox, self.cache)
         self.uploads = Uploads(
             self.served.clients,
-            self.desk,
+            self.outbox,
             self.journal,
             self.updates,
             self.access,
             self.served.samples,
         )
 
-        self.replies = Replies(self.desk, self.journal, self.access)
+        self.replies = Replies(self.outbox, self.journal, self.access)
 
     def asgi(self) -> MeteredApp:
         """Return the ASGI application."""
         here = self.attendance
         down = self.downloads
         up = self.uploads
-        gate = RequestAuthenticator(self.access, self.watching, self.desk.open.is_set)
+        gate = RequestAuthenticator(self.access, self.watching, self.outbox.open.is_set)
         routed = Routes(
             [
                 gate.route("/v1/enrol", "POST", here.enrol, known=False),
@@ -85,7 +85,7 @@ class App:
 
     def lives_in(self, loop: asyncio.AbstractEventLoop) -> None:
         """Attach the application to its event loop; called once before the first request."""
-        self.desk.lives_in(loop)
+        self.outbox.lives_in(loop)
         self._listening = loop.create_task(self._listen())
 
     async def _listen(self) -> None:
@@ -94,5 +94,5 @@ class App:
             await asyncio.sleep(GRACE / 8)
             self.every_moment()
             # Before the server is open, no client can call.
-            if self.desk.open.is_set():
+            if self.outbox.open.is_set():
                 await self.attendance.look()

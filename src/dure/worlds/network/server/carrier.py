@@ -118,8 +118,8 @@ class NetworkCarrier:
         journal: Journal of the run.
         clock: Federation's clock.
         updates: Files of the clients' updates.
-        desk: Outbox of messages to clients.
-        shelf: Cache of the streams that clients download.
+        outbox: Outbox of messages to clients.
+        cache: Cache of the streams that clients download.
         machine: Properties of the server's machine.
         start_with: Number of available clients that the first round waits for.
         answer_timeout: Timeout in seconds of a round, or of an assignment without rounds, if the
@@ -149,8 +149,8 @@ class NetworkCarrier:
         journal: Journal,
         clock: FederationClock,
         updates: Updates,
-        desk: ClientOutbox,
-        shelf: BlobCache,
+        outbox: ClientOutbox,
+        cache: BlobCache,
         machine: Machine,
         start_with: int,
         answer_timeout: float,
@@ -169,8 +169,8 @@ class NetworkCarrier:
         self.journal = journal
         self.clock = clock
         self.files = updates
-        self.desk = desk
-        self.sending = ModelStreams(federation, desk, shelf, updates)
+        self.outbox = outbox
+        self.sending = ModelStreams(federation, outbox, cache, updates)
         self.machine = machine
         self.start_with = start_with
         self.answer_timeout: float | None = answer_timeout
@@ -181,16 +181,16 @@ class NetworkCarrier:
         self.interrupted = interrupted
         self.tell = tell
         self.watching = watching or ServerMetrics()
-        self.events = self.reads(journal, clock, desk, self._sweep)
-        self.cohort = FederationCohort(desk, machine, federation.holds)
+        self.events = self.reads(journal, clock, outbox, self._sweep)
+        self.cohort = FederationCohort(outbox, machine, federation.holds)
         self.measuring = NetworkEvaluation(
-            self.events, journal, desk, measure_seconds, interrupted, self.watching
+            self.events, journal, outbox, measure_seconds, interrupted, self.watching
         )
         self.making = DurableOnce(
             self.events, journal, TreeFiles(once or folder / ONCE), not record
         )
         self.exchanging = ProtocolSteps(
-            self.events, desk, updates, self.making, exchange_seconds, interrupted, self.watching
+            self.events, outbox, updates, self.making, exchange_seconds, interrupted, self.watching
         )
         self.models = models or ModelDigests(None)
         self.flown: list[AssignmentRecord] = []
@@ -282,7 +282,7 @@ class NetworkCarrier:
         self.watching.round_begins()
         ticked = False
         while True:
-            self.watching.pulse(self.desk, "training")
+            self.watching.pulse(self.outbox, "training")
             aside = self.events.aside
             if not aside and not ticked and self._due(coordinator):
                 ticked = True
@@ -381,10 +381,10 @@ class NetworkCarrier:
             self._models_digest = self.models.sha256()
             return
         if self._newest is not None:
-            self.desk.final = self.sending.measured(*self._newest)
-            self.models.note(self._newest[0], "made", self.desk.final.tensors)
+            self.outbox.final = self.sending.measured(*self._newest)
+            self.models.note(self._newest[0], "made", self.outbox.final.tensors)
         self._models_digest = self.models.sha256()
-        self.desk.end("the run is over")
+        self.outbox.end("the run is over")
 
     def measure(self, measure: EvaluationRequest) -> EvaluationResults:
         """Have the available clients with held-out examples evaluate a model, until a timeout.
@@ -499,7 +499,7 @@ class NetworkCarrier:
                 self._keep_to_cohort(coordinator)
                 return []
             case "begin":
-                self._begun = self.desk.begun = True
+                self._begun = self.outbox.begun = True
                 self._follows = event.body == FOLLOWS
                 return coordinator.tick(self.now)
             case "leave":
@@ -539,7 +539,7 @@ class NetworkCarrier:
             self.watching.holds(event.client, ticket)
         elif self.events.live:
             self.watching.came(event.client, said)
-        self.desk.done(event.client, ticket)
+        self.outbox.done(event.client, ticket)
         self.cohort.reports(event.client, said)
         under = self._underway.get(ticket)
         arrived = ReceivedUpdate(event.client, under.round if under else -1, said)
@@ -567,7 +567,7 @@ class NetworkCarrier:
         try:
             yield
         except DamagedUpdateError as error:
-            name = self.desk.seat(arrived.client).name
+            name = self.outbox.session(arrived.client).name
             raise DamagedUpdateError(
                 f"{error}: it is what client {arrived.client} ({name!r}) has sent in round "
                 f"{arrived.round + 1}, and later models are made of it: put back a copy of this "
@@ -620,7 +620,7 @@ class NetworkCarrier:
         self._land(ticket, outcome, 0)
         self._over.append(ticket)
         if under is not None:
-            self.desk.done(under.client, ticket)
+            self.outbox.done(under.client, ticket)
 
     def _land(self, ticket: int, outcome: str, up: int, why: str = "") -> None:
         """Record the end of an assignment, for the report."""
@@ -697,15 +697,15 @@ class NetworkCarrier:
             holds=self.federation.holds,
             smallest_cohort=self._kept_to,
         )
-        self.desk.assign(asked.client, train, asked.deadline, sent.forms)
-        self.desk.newest = sent.digest
+        self.outbox.assign(asked.client, train, asked.deadline, sent.forms)
+        self.outbox.newest = sent.digest
 
     def _refuse(self, refused: Refuse) -> None:
         """Report that an update does not count, and mark its file as obsolete."""
         arrived = self._arrived.pop(refused.ticket, None)
         if arrived is not None:
             self._over.append(refused.ticket)
-            self.desk.tell(arrived.client, UpdateOutcome(refused.ticket, False, refused.reason))
+            self.outbox.tell(arrived.client, UpdateOutcome(refused.ticket, False, refused.reason))
 
     def _settle(self, ticket: int, outcome: UpdateOutcome) -> None:
         client = self._unsettled.pop(ticket, None)
@@ -715,7 +715,7 @@ class NetworkCarrier:
             self._over.append(ticket)
         if client is None:
             return
-        self.desk.tell(client, outcome)
+        self.outbox.tell(client, outcome)
         if self.events.live:
             became = "accepted" if outcome.kept else "refused"
             self.watching.came_of(client, ticket, became, outcome.reason)
@@ -741,9 +741,11 @@ class NetworkCarrier:
                 for ticket, one in self._arrived.items()
             },
             "outcomes": {
-                seat.number: [msgspec.to_builtins(one) for one in list(seat.outcomes.values())]
-                for seat in self.desk.everybody()
-                if seat.outcomes
+                session.number: [
+                    msgspec.to_builtins(one) for one in list(session.outcomes.values())
+                ]
+                for session in self.outbox.everybody()
+                if session.outcomes
             },
         }
 
@@ -758,7 +760,7 @@ class NetworkCarrier:
             ticket: ReceivedUpdate(client, round, msgspec.convert(said, UploadRequest))
             for ticket, (client, round, said) in state["arrived"].items()
         }
-        self._begun = self.desk.begun = state["begun"]
+        self._begun = self.outbox.begun = state["begun"]
         # The coordinator's own state has the same number.
         self._kept_to = state.get("kept_to", 1)
         # In a journal of an earlier version only ticks are ticks.
@@ -770,7 +772,7 @@ class NetworkCarrier:
         self.flown = [AssignmentRecord(*one) for one in state.get("flown", ())]
         for client, outcomes in state["outcomes"].items():
             for one in outcomes:
-                self.desk.tell(client, msgspec.convert(one, UpdateOutcome))
+                self.outbox.tell(client, msgspec.convert(one, UpdateOutcome))
         self._again = list(self._underway)
         self._restored = list(self._arrived.values())
 

@@ -84,7 +84,7 @@ class _Channel:
     bytes. `ended` is the code and reason with which the server closes the channel.
     """
 
-    seat: ClientSession
+    session: ClientSession
     key: str
     allow: Callable[[int], None]
     outbox: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
@@ -301,7 +301,7 @@ class NetworkChannels:
             self._greeting[number] -= 1
 
     async def _hears(self, socket: WebSocket, channel: _Channel) -> None:
-        number = channel.seat.number
+        number = channel.session.number
         why = "the connection broke"
         try:
             hello = await self._hello(socket, number)
@@ -329,7 +329,7 @@ class NetworkChannels:
                 self._events.put(
                     ClientDisconnected(number, channel.ended[1] if channel.ended else why)
                 )
-                self.watching.left(channel.seat)
+                self.watching.left(channel.session)
 
     def _takes_over(self, number: int, channel: _Channel, hello: bytes) -> None:
         """Make this the client's only channel."""
@@ -338,11 +338,11 @@ class NetworkChannels:
             self._end(before, TURNED_AWAY, "another process of this client has come")
             self._events.put(ClientDisconnected(number, "it has come anew"))
         channel.allow(self._most)
-        self._met[number] = channel.key, channel.seat.name
+        self._met[number] = channel.key, channel.session.name
         self._channels[number] = channel
         self._arrivals[number] += 1
         self._events.put(ClientConnected(number, hello))
-        self.watching.arrived(channel.seat)
+        self.watching.arrived(channel.session)
 
     async def _sends(self, socket: WebSocket, channel: _Channel) -> None:
         with suppress(WebSocketDisconnect, RuntimeError):

@@ -33,12 +33,12 @@ class ModelStreams:
     """Transfer of tensors from the coordinator to the cache, and from the files of updates."""
 
     def __init__(
-        self, federation: FederationSpec, desk: ClientOutbox, shelf: BlobCache, files: Updates
+        self, federation: FederationSpec, outbox: ClientOutbox, cache: BlobCache, files: Updates
     ) -> None:
         self._layout = federation.layout
         self._federation = federation
-        self._desk = desk
-        self._shelf = shelf
+        self._outbox = outbox
+        self._cache = cache
         self._files = files
         self._known: dict[int, tuple[Sequence[Tensor], AssignmentStream]] = {}
         """Streams by the identity of a model's weights, which are referenced as long."""
@@ -79,15 +79,15 @@ class ModelStreams:
         self, weights: Sequence[Tensor], buffers: Sequence[Tensor], extra: Sequence[Tensor]
     ) -> tuple[str, int]:
         self.forget_unwanted()
-        stream = self._shelf.put(self._layout.named(weights, buffers, extra))
+        stream = self._cache.put(self._layout.named(weights, buffers, extra))
         return stream.digest, stream.size
 
     def forget_unwanted(self) -> None:
         """Drop models from the cache that no client may fetch any more."""
-        wanted = {seat.train.tensors for seat in self._desk.everybody() if seat.train}
+        wanted = {session.train.tensors for session in self._outbox.everybody() if session.train}
         if self._measured is not None:
             wanted.add(self._measured)
-        self._shelf.keep_only(wanted)
+        self._cache.keep_only(wanted)
         self._known = {key: one for key, one in self._known.items() if one[1].digest in wanted}
 
     def update(

@@ -137,13 +137,13 @@ class ServedRun:
         return max(cohort, asked) if self.why_not(asked) is None else cohort
 
 
-def check_in_record_of(seat: ClientSession, smallest_cohort: int | None = None) -> CheckInRecord:
+def check_in_record_of(session: ClientSession, smallest_cohort: int | None = None) -> CheckInRecord:
     """Return the stored introduction of a client that was available before.
 
     `smallest_cohort` replaces the client's own value if it is not None.
     """
-    asks = seat.smallest_cohort if smallest_cohort is None else smallest_cohort
-    return CheckInRecord(seat.name, seat.examples, seat.held_out, seat.machine, asks)
+    asks = session.smallest_cohort if smallest_cohort is None else smallest_cohort
+    return CheckInRecord(session.name, session.examples, session.held_out, session.machine, asks)
 
 
 @dataclass
@@ -151,7 +151,7 @@ class SessionRoutes:
     """Routes of client sessions, and the check for disconnected clients."""
 
     served: ServedRun
-    desk: ClientOutbox
+    outbox: ClientOutbox
     journal: Journal
     access: AccessControl
     watching: ServerMetrics = field(default_factory=ServerMetrics)
@@ -172,28 +172,28 @@ class SessionRoutes:
             )
         # A client without examples has a number, but is not available.
         if said.examples and not said.looks:
-            seat = self.desk.seat(admitted.client)
-            seat.name = admitted.name or f"client {admitted.client}"
+            session = self.outbox.session(admitted.client)
+            session.name = admitted.name or f"client {admitted.client}"
             examples, held_out = said.examples, said.held_out
             if self.served.holds:
                 # Applies also to a client that reports its numbers: the server must not store them.
                 examples, held_out = 1, 0
-            with OpenRequest(self.desk, seat):
+            with OpenRequest(self.outbox, session):
                 here = CheckInRecord(
-                    seat.name, examples, held_out, said.machine, said.smallest_cohort
+                    session.name, examples, held_out, said.machine, said.smallest_cohort
                 )
-                await self._arrives(seat, here)
+                await self._arrives(session, here)
         differs = differences(said.machine, self.served.machine)
         welcome = self.served.welcome(admitted.client, differs)
-        cohort = self.served.keeps_to(said, self.desk.smallest_cohort)
+        cohort = self.served.keeps_to(said, self.outbox.smallest_cohort)
         return answer(replace(welcome, smallest_cohort=cohort))
 
     def _holds_up(self, said: CheckIn, admitted: Admitted) -> str | None:
         """Return the reason why a started run would have to wait for this client's cohort."""
-        desk = self.desk
-        if not desk.begun or said.smallest_cohort <= desk.smallest_cohort:
+        outbox = self.outbox
+        if not outbox.begun or said.smallest_cohort <= outbox.smallest_cohort:
             return None
-        others = sum(1 for one in desk.everybody() if one.here and one.number != admitted.client)
+        others = sum(1 for one in outbox.everybody() if one.here and one.number != admitted.client)
         if said.smallest_cohort <= others + 1:
             return None
         return (
@@ -201,65 +201,70 @@ class SessionRoutes:
             f"wait: come again when more are there"
         )
 
-    async def _arrives(self, seat: ClientSession, here: CheckInRecord) -> None:
+    async def _arrives(self, session: ClientSession, here: CheckInRecord) -> None:
         """Record and log that a client is available."""
-        seat.here = True
-        seat.examples = here.examples
-        seat.held_out = here.held_out
-        seat.machine = here.machine
-        seat.smallest_cohort = here.smallest_cohort
-        await logged(self.journal, "check_in", seat.number, body=to_json(here))
-        self.watching.arrived(seat)
+        session.here = True
+        session.examples = here.examples
+        session.held_out = here.held_out
+        session.machine = here.machine
+        session.smallest_cohort = here.smallest_cohort
+        await logged(self.journal, "check_in", session.number, body=to_json(here))
+        self.watching.arrived(session)
 
     async def next(self, request: Request, admitted: Admitted) -> Response:
         ready = await body_of(request, admitted, NextRequest)
-        seat = session_of_client(self.desk, admitted)
-        self.desk.confirm(seat.number, ready.confirmed)
-        with OpenRequest(self.desk, seat):
-            await self._comes_back(seat)
+        session = session_of_client(self.outbox, admitted)
+        self.outbox.confirm(session.number, ready.confirmed)
+        with OpenRequest(self.outbox, session):
+            await self._comes_back(session)
             async with connected(request) as gone:
-                word = await self.desk.next(seat, self.served.patience, gone)
+                word = await self.outbox.next(session, self.served.patience, gone)
         # The client may have been revoked while it waited.
-        if not self.access.may(seat.number):
-            self.access.refuse(seat.number, 403, "revoked", f"client {seat.number} was revoked")
+        if not self.access.may(session.number):
+            self.access.refuse(
+                session.number, 403, "revoked", f"client {session.number} was revoked"
+            )
         return answer(word)
 
-    async def _comes_back(self, seat: ClientSession) -> None:
+    async def _comes_back(self, session: ClientSession) -> None:
         """Record and log the return of a client that was marked as disconnected."""
-        if seat.missing and seat.train is not None:
-            seat.missing = False
-            await logged(self.journal, "back", seat.number, seat.train.ticket)
-            self.watching.back(seat)
-        if not seat.here:
-            await self._arrives(seat, check_in_record_of(seat))
+        if session.missing and session.train is not None:
+            session.missing = False
+            await logged(self.journal, "back", session.number, session.train.ticket)
+            self.watching.back(session)
+        if not session.here:
+            await self._arrives(session, check_in_record_of(session))
 
     async def watch(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, WatchRequest)
-        seat = session_of_client(self.desk, admitted)
-        with OpenRequest(self.desk, seat):
-            await self._comes_back(seat)
+        session = session_of_client(self.outbox, admitted)
+        with OpenRequest(self.outbox, session):
+            await self._comes_back(session)
             async with connected(request) as gone:
                 heartbeat = self.served.heartbeat
-                watched = await self.desk.watch(seat, said.ticket, heartbeat, gone)
+                watched = await self.outbox.watch(session, said.ticket, heartbeat, gone)
         return answer(watched)
 
     async def look(self) -> None:
         """Detect disconnected clients, and drop the cohort requirements of revoked clients."""
-        for seat in self.desk.everybody():
-            if seat.smallest_cohort > 1 and not self.access.may(seat.number):
+        for session in self.outbox.everybody():
+            if session.smallest_cohort > 1 and not self.access.may(session.number):
                 await logged(
-                    self.journal, "asks", seat.number, body=to_json(check_in_record_of(seat, 1))
+                    self.journal,
+                    "asks",
+                    session.number,
+                    body=to_json(check_in_record_of(session, 1)),
                 )
-                seat.smallest_cohort = 1
-        for seat in self.desk.silent(time.monotonic()):
-            seat.here = False
-            seat.missing = seat.train is not None
+                session.smallest_cohort = 1
+        for session in self.outbox.silent(time.monotonic()):
+            session.here = False
+            session.missing = session.train is not None
             try:
-                if seat.train is not None:
-                    await logged(self.journal, "missing", seat.number, seat.train.ticket)
+                if session.train is not None:
+                    await logged(self.journal, "missing", session.number, session.train.ticket)
                 else:
-                    await logged(self.journal, "leave", seat.number)
-                self.watching.left(seat)
+                    await logged(self.journal, "leave", session.number)
+                self.watching.left(session)
             # The disk is full: the next check repeats the attempt.
             except RunFolderWriteError:
-                seat.here = True
+                session.here = True

@@ -57,7 +57,7 @@ class Status:
 
     about: Mapping[str, Any]
     watching: ServerMetrics
-    desk: ClientOutbox
+    outbox: ClientOutbox
     access: AccessControl
     journal: Journal
     clock: FederationClock
@@ -138,9 +138,9 @@ class Status:
         """State of the server: starting, broken, waiting (for first clients), training, or over."""
         if self.journal.broken is not None:
             return "broken"
-        if not self.desk.open.is_set():
+        if not self.outbox.open.is_set():
             return "starting"
-        if self.desk.over is not None:
+        if self.outbox.over is not None:
             return "over"
         return "training" if self.watching.training else "waiting"
 
@@ -149,17 +149,17 @@ class Status:
         watching = self.watching
         admitted = self._admitted()
         away = admitted.pop("quarantine")
-        seats = sorted(self.desk.everybody(), key=lambda seat: seat.number)
-        clients = [self._client(seat, away) for seat in seats]
+        sessions = sorted(self.outbox.everybody(), key=lambda session: session.number)
+        clients = [self._client(session, away) for session in sessions]
         states = [client["state"] for client in clients]
-        short = watching.look(self.desk)
+        short = watching.look(self.outbox)
         return {
             **self.about,
             "state": self.state,
             "broken": self.journal.broken,
             "round": short["round"],
             "rounds": watching.step,
-            "model": self.desk.newest,
+            "model": self.outbox.newest,
             "loss": watching.loss,
             "metrics": watching.metrics,
             "measured_in_round": watching.evaluated,
@@ -190,25 +190,27 @@ class Status:
         except RequestRefused:
             return {"places": None, "enrolled": None, "refusals": {}, "quarantine": {}}
 
-    def _client(self, seat: ClientSession, away: Mapping[int, float]) -> dict[str, Any]:
-        train = seat.train
+    def _client(self, session: ClientSession, away: Mapping[int, float]) -> dict[str, Any]:
+        train = session.train
         left = None
-        if train is not None and seat.deadline is not None:
-            left = round(max(0.0, seat.deadline - self.clock.now()), 3)
+        if train is not None and session.deadline is not None:
+            left = round(max(0.0, session.deadline - self.clock.now()), 3)
         return {
-            "client": seat.number,
-            "name": seat.name,
-            "state": state_of(seat),
-            "examples": seat.examples,
-            "held_out": seat.held_out,
+            "client": session.number,
+            "name": session.name,
+            "state": state_of(session),
+            "examples": session.examples,
+            "held_out": session.held_out,
             "round": None if train is None else train.round + 1,
             "ticket": None if train is None else train.ticket,
             "seconds_to_deadline": left,
-            "silent_seconds": _silent(seat),
-            "last": self.watching.last.get(seat.number),
-            "refusals": dict(self.watching.refusals.get(seat.number, {})),
-            "quarantined_seconds": round(away[seat.number], 1) if seat.number in away else None,
-            "bits_differ_by": self.differs(seat) if seat.examples else [],
+            "silent_seconds": _silent(session),
+            "last": self.watching.last.get(session.number),
+            "refusals": dict(self.watching.refusals.get(session.number, {})),
+            "quarantined_seconds": round(away[session.number], 1)
+            if session.number in away
+            else None,
+            "bits_differ_by": self.differs(session) if session.examples else [],
         }
 
 
@@ -224,18 +226,18 @@ async def _due(stream: EventStream) -> AsyncIterator[bytes]:
         stream.close()
 
 
-def state_of(seat: ClientSession) -> str:
+def state_of(session: ClientSession) -> str:
     """Return the client's state: at work, missing (at work, and disconnected), here, or away."""
-    if seat.train is not None:
-        return "missing" if seat.missing else "at work"
-    return "here" if seat.here else "away"
+    if session.train is not None:
+        return "missing" if session.missing else "at work"
+    return "here" if session.here else "away"
 
 
-def _silent(seat: ClientSession) -> float | None:
+def _silent(session: ClientSession) -> float | None:
     """Return the seconds since the client's last request; 0 during a request, None if never."""
-    if seat.calls:
+    if session.calls:
         return 0.0
-    return round(max(0.0, time.monotonic() - seat.seen), 3) if seat.seen else None
+    return round(max(0.0, time.monotonic() - session.seen), 3) if session.seen else None
 
 
 class _Now(Collector):
@@ -250,9 +252,9 @@ class _Now(Collector):
 
     def collect(self) -> Any:
         status = self._status
-        seats = status.desk.everybody()
+        sessions = status.outbox.everybody()
         clients = GaugeMetricFamily("dure_clients", "clients by where they are", labels=["state"])
-        states = [state_of(seat) for seat in seats]
+        states = [state_of(session) for session in sessions]
         for state in ("here", "at work", "missing", "away"):
             clients.add_metric([state.replace(" ", "_")], states.count(state))
         away = status._admitted()["quarantine"]
