@@ -201,13 +201,13 @@ class Ours:
         self.learner = ParallelLearner(task, context, 0, strategy)
         with torch.no_grad():
             mine = dict(seeded(width).named_parameters())
-            for name, parameter in self.learner.held.parameters.items():
+            for name, parameter in self.learner.rank_state.parameters.items():
                 parameter.copy_(mine[name])
         self.indices = torch.arange(batch)
         self.spans: list[list[tuple[str, int, int, float]]] = []  # of each step
 
     def step(self) -> None:
-        for parameter in self.learner.held.parameters.values():
+        for parameter in self.learner.rank_state.parameters.values():
             parameter.grad = None
         self.learner.gradients(self.indices)
         (engine,) = self.learner._engines.values()
@@ -217,7 +217,9 @@ class Ours:
 
     def gradients(self) -> dict[str, Tensor]:
         return {
-            name: p.grad for name, p in self.learner.held.parameters.items() if p.grad is not None
+            name: p.grad
+            for name, p in self.learner.rank_state.parameters.items()
+            if p.grad is not None
         }
 
     def times(self) -> list[Any]:

@@ -59,7 +59,7 @@ def measured(
     indices = torch.arange(batch)
 
     def step() -> None:
-        for parameter in learner.held.parameters.values():
+        for parameter in learner.rank_state.parameters.values():
             parameter.grad = None
         learner.gradients(indices)
 

@@ -45,7 +45,7 @@ def test_an_outer_learning_rate_of_nothing_changes_nothing() -> None:
 def test_the_outer_optimizer_is_torchs_on_the_mean_of_the_ways_back(nesterov: bool) -> None:
 
     def look(learner: Any) -> tuple[Tensor, Tensor]:
-        return learner.common[0].clone(), learner.meeting.bodies[0].clone()
+        return learner.common[0].clone(), learner.synchronisation.bodies[0].clone()
 
     strategy = dure.DiLoCo(8, 3, outer_lr=0.7, outer_momentum=0.9, nesterov=nesterov)
     (seen, _) = watched(small_task(), strategy, 2, 5, look)

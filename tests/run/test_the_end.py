@@ -51,7 +51,7 @@ def test_the_optimizer_s_state_and_gradients_go_before_the_weights_are_gathered(
     weights = kind.weights
 
     def noted(learner: Any) -> dict[str, Tensor]:
-        optimizer = learner.held.optimizer if kind is ParallelLearner else learner.optimizer
+        optimizer = learner.rank_state.optimizer if kind is ParallelLearner else learner.optimizer
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         left.extend(optimizer.state.values())
         left.extend(one.grad for one in parameters if one.grad is not None)

@@ -171,7 +171,7 @@ def test_stages_of_divided_sequences_send_shards_and_draw_for_themselves_alike_i
             }  # -1 is the loss
             replicated = {
                 n: p.detach()
-                for n, p in learner.held.parameters.items()
+                for n, p in learner.rank_state.parameters.items()
                 if "norm" in n or "position" in n
             }
             stage = learner.facts()["stages"][0]
@@ -229,14 +229,14 @@ def test_a_rank_holds_and_sends_what_zero_says(stage: Any):
         partly = dataclasses.replace(task(count=48), model=partly_frozen)
         learner = ParallelLearner(partly, context, 0, Parallel(Mesh(2), BATCH, 1, zero=stage))
         go_on(learner, 2)
-        assert learner.held.zero is not None
+        assert learner.rank_state.zero is not None
         counters = learner.group.meter.counters
         before = counters.bytes_sent
         go_on(learner, 1)
         return (
             learner.facts()["held"],
             counters.bytes_sent - before,
-            learner.held.zero.bytes_per_step(),
+            learner.rank_state.zero.bytes_per_step(),
         )
 
     whole = 8 * sum(parameter.numel() for parameter in partly_frozen().parameters())
@@ -274,7 +274,9 @@ def test_a_checkpoint_loads_onto_any_other_mesh():
 def test_ranks_that_hold_the_same_parameters_keep_them_equal_with_dropout():
     def program(context: RankContext) -> Any:
         learner = trained(context, Parallel(Mesh(2, 1, 2), BATCH, 2), 4, dropout=0.2)
-        return learner.at, {name: p.detach().clone() for name, p in learner.held.parameters.items()}
+        return learner.at, {
+            name: p.detach().clone() for name, p in learner.rank_state.parameters.items()
+        }
 
     found = dict(on_ranks(4, program, deadline=120))
     for tensor in range(2):

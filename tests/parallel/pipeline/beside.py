@@ -113,7 +113,7 @@ def walk(
     learner = ParallelLearner(task, context, seed, strategy)
     context.group.step = "step"
     losses = [learner.advance(0).loss for _ in range(steps)]
-    mine = {name: p.grad for name, p in learner.held.parameters.items() if p.grad is not None}
+    mine = {name: p.grad for name, p in learner.rank_state.parameters.items() if p.grad is not None}
     gradients: dict[str, Tensor] = {}
     for part in context.group.gather_bytes(pickle.dumps(mine)):
         gradients |= pickle.loads(part)

@@ -95,7 +95,7 @@ def test_one_micro_batch_has_the_bits_of_one_worker() -> None:
 def test_the_state_of_the_generator_travels_with_the_values() -> None:
     def program(context: RankContext) -> tuple[int, int]:
         _, learner = walk(context, texts(), pipeline(context, schedule="naive"), 1)
-        cut = learner.held.cut
+        cut = learner.rank_state.cut
         assert isinstance(cut, CutModel)
         there, back = cut.message_bytes(0, 8)
         return (

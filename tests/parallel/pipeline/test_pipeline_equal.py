@@ -227,7 +227,7 @@ def test_messages_are_as_long_as_the_formula_says() -> None:
         learner = ParallelLearner(task, context, 0, strategy)
         for _ in range(2):
             learner.advance(0)
-        cut = learner.held.cut
+        cut = learner.rank_state.cut
         expected = 0
         assert isinstance(cut, CutModel)
         for examples in 2 * [len(piece) for piece in torch.arange(10).tensor_split(3)]:
