@@ -276,7 +276,7 @@ def with_nan(frame: Any) -> Any:
         (
             altered(Activations, lambda frame: StateSaved(0)),
             PartyLostError,
-            "Kept was not asked for",
+            "Kept was not requested",
         ),
         (
             altered(Activations, lambda frame: ClientFailed("OSError")),
