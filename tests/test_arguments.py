@@ -103,8 +103,8 @@ def test_copies_pickles_and_signatures_of_settings_are_as_ever() -> None:
         (lambda: dure.FedAvg(partition=7), "partition is 7, but it has to be a Partition"),  # type: ignore[arg-type]
         (lambda: dure.DataParallel(overlap=16), "it has to be 'auto'"),  # type: ignore[arg-type]
         (lambda: dure.Parallel(mesh={"data": 2}), "it has to be a Mesh"),  # type: ignore[arg-type]
-        (lambda: dure.FedBuff(buffer=10**30), "buffer is 10+, and no run ever counts so far"),
-        (lambda: dure.LocalSGD(period=10**20), "period is 10+, and no run ever counts so far"),
+        (lambda: dure.FedBuff(buffer=10**30), "buffer is 10+, which is too large for a count"),
+        (lambda: dure.LocalSGD(period=10**20), "period is 10+, which is too large for a count"),
         (lambda: dure.FedAvg(server_lr=1e308), r"server_lr is 1e\+308, and .* overflows"),
         (lambda: dure.FedProx(mu=math.nan), "mu is nan, which is not a number"),
     ],

@@ -83,7 +83,7 @@ def test_a_module_is_found_in_a_folder_and_nowhere_else(
     assert resolved("./package_of_mine.parts") == reference.rpartition(":")[0]
     other = own.parent / "other"
     other.mkdir()
-    with pytest.raises(ValueError, match=r"and not the module in .*/other"):
+    with pytest.raises(ValueError, match=r"not the module in .*/other"):
         load(f"{other}/package_of_mine.parts:Mine")
 
 

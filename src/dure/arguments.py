@@ -145,13 +145,13 @@ def _check_size(name: str, value: Any) -> None:
     if isinstance(value, bool):
         return
     if isinstance(value, int) and abs(value) > LARGEST_COUNT:
-        raise ValueError(f"{name} is {value}, and no run ever counts so far: give a smaller number")
+        raise ValueError(
+            f"{name} is {value}, which is too large for a count: give a smaller number"
+        )
     if isinstance(value, float) and math.isnan(value):
         raise ValueError(f"{name} is {value}, which is not a number")
     if isinstance(value, float) and LARGEST_NUMBER < abs(value) < math.inf:
-        raise ValueError(
-            f"{name} is {value}, and what is multiplied with it overflows: give a smaller number"
-        )
+        raise ValueError(f"{name} is {value}, which would cause overflow: give a smaller number")
 
 
 def _fits(value: Any, hint: Any) -> bool:

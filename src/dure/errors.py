@@ -32,7 +32,7 @@ def text_of(error: BaseException) -> str:
     except BaseException as another:
         text = f"(its text cannot be printed: {type(another).__name__})"
     if len(text) > MOST_OF_A_TEXT:
-        text = f"{text[:MOST_OF_A_TEXT]} ({len(text) - MOST_OF_A_TEXT:,} more signs)"
+        text = f"{text[:MOST_OF_A_TEXT]} ({len(text) - MOST_OF_A_TEXT:,} more characters)"
     return _writable(text)
 
 
@@ -76,8 +76,8 @@ class CallbackFailedError(DureError):
 
     def __init__(self, who: str, when: str, reason: str) -> None:
         super().__init__(
-            f"the callback {who} failed {when}: {reason}. The run ended there, and what it has "
-            f"learned is kept: in its folder, and as .run of this error"
+            f"the callback {who} failed {when}: {reason}. The run ended there; its results are "
+            "kept in its folder, and as .run of this error"
         )
 
 
@@ -191,8 +191,8 @@ class LossNotFiniteError(DureError):
     def advice(self) -> str:
         """Remedies, as a sentence."""
         if self.bad_values:
-            return f"the training data have bad values ({self.bad_values})"
-        return "lower the learning rate, or look for bad values in the data"
+            return f"the training data contain invalid values ({self.bad_values})"
+        return "lower the learning rate, or look for invalid values in the data"
 
 
 class CutNotANumberError(LossNotFiniteError):

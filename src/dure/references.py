@@ -155,7 +155,7 @@ def refuse(reference: str) -> str:
     Raises ValueError.
     """
     raise ValueError(
-        f"{reference!r} names code, and data from elsewhere may name only what dure brings along"
+        f"{reference!r} names code, but data from other machines may name only code of dure itself"
     )
 
 
@@ -217,7 +217,7 @@ def _module(place: str) -> ModuleType:
     module = from_import_path(name, Path(folder))
     file = getattr(module, "__file__", None)
     if file is None or not Path(file).resolve().is_relative_to(folder):
-        raise ValueError(f"{name} is {file} in this process, and not the module in {folder}")
+        raise ValueError(f"{name} is {file} in this process, not the module in {folder}")
     return module
 
 
@@ -311,7 +311,7 @@ def run_again(place: ModuleLocation) -> ModuleType:
         return from_import_path(place.name, Path(place.folder))
     module = from_file(Path(place.path))
     if module.__name__ != place.name:
-        raise ValueError(f"{place.path} was changed while its run began: begin it again")
+        raise ValueError(f"{place.path} was changed while its run started: start the run again")
     return module
 
 
@@ -392,7 +392,7 @@ def _importing_from(folder: Path) -> Iterator[None]:
     archive as well, and any file of another party may end in one.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder to import from")
+        raise ValueError(f"{folder} is not a folder to import from")
     with _by_their_stems(folder):
         if str(folder) in sys.path:
             yield

@@ -157,8 +157,8 @@ def filled(
         of: type[Any] = type(field.default)
         if of not in _KINDS:
             raise ValueError(
-                f"the {what} {text!r}: {field.name} cannot be written, for its default is no "
-                f"number and no word"
+                f"the {what} {text!r}: {field.name} cannot be written, because its default is "
+                "neither a number nor a word"
             )
         try:
             arguments[field.name] = of(value)

@@ -140,9 +140,9 @@ def test_an_open_mpi_that_does_not_start_says_why(
         ("bench all-gather", "dure bench all-reduce [options]"),
         ("bench all-reduce --sizes 4X", "'4X' is not a size: write bytes, 64K or 16M"),
         ("bench all-reduce --sizes 6", "a tensor of 6 bytes cannot be measured"),
-        ("bench all-reduce --sizes 4K 4096", "the same size is given twice"),
-        ("bench all-reduce --ranks 1", "1 ranks reduce nothing: it takes at least two"),
-        ("bench all-reduce --repeats 0", "0 repetitions have no median"),
+        ("bench all-reduce --sizes 4K 4096", "a size is given twice"),
+        ("bench all-reduce --ranks 1", "1 ranks cannot all-reduce: give at least two"),
+        ("bench all-reduce --repeats 0", "repeats is 0, but it has to be 1 or more"),
         ("bench all-reduce --contenders glo", "there is no contender 'glo', did you mean 'gloo'?"),
         ("bench all-reduce --size 4K", "did you mean --sizes"),
     ],
@@ -240,4 +240,4 @@ def test_a_contender_that_is_absent_or_was_skipped_is_a_dash() -> None:
     assert result.as_json()["contenders"][1]["absent"] == "not installed: there is no mpirun"
     assert "not installed: there is no mpirun" in written(result)
     assert "–" in written(result)
-    assert "did not take part" in page(result, "")
+    assert "was not measured" in page(result, "")

@@ -164,11 +164,11 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
             "evaluate_every is 0, but it is a number of steps: 1 or more",
         ),
         ("train digits single-worker --out .", "is not empty"),
-        ("train digits single-worker --out mine.py", "mine.py is a file, and no folder"),
+        ("train digits single-worker --out mine.py", "mine.py is a file, not a folder"),
         (f"train digits single-worker --out {'a' * 300}", "File name too long"),
         ("bench all-reduce --out mine.py", "mine.py is a file, but the result needs a folder"),
         (f"show {'a' * 300}", "File name too long"),
-        ("train digits single-worker --out mine.py/run", "cannot make the run folder"),
+        ("train digits single-worker --out mine.py/run", "cannot create the run folder"),
         ("train --resume nowhere", "nowhere is not a run folder"),
         ("report nowhere", "nowhere is not a run folder"),
         (

@@ -76,7 +76,7 @@ def test_an_owners_key_is_secret_and_is_made_once(said) -> None:
         ("roster sign gap.txt --federation x --key owner.pem", "the roster has no client 0"),
         ("roster sign twice.txt --federation x --key owner.pem", "have the same identity"),
         ("roster show nowhere", "cannot read the roster nowhere"),
-        ("roster show clients.txt", "what came is no roster"),
+        ("roster show clients.txt", "the received data are not a roster"),
     ],
 )
 def test_mistakes_are_told_in_one_line(said, line, message) -> None:

@@ -322,10 +322,10 @@ def test_one_rank_has_the_sum_already_and_sends_nothing() -> None:
             {"tensor": torch.ones(2).to(torch.float8_e5m2)},
             "tensors of torch.float8_e5m2 cannot be reduced",
         ),
-        ({"tensor": torch.ones(1).expand(4)}, "an expanded tensor cannot take the result"),
-        ({"tensor": torch.eye(2).to_sparse()}, "only dense tensors travel"),
+        ({"tensor": torch.ones(1).expand(4)}, "an expanded tensor cannot hold the result"),
+        ({"tensor": torch.eye(2).to_sparse()}, "only dense tensors can be sent"),
         ({"hosts": [[0, 1]]}, "each of the ranks 0 to 0 has one"),
-        ({"group": "everybody"}, "not in the group, or it is none: 'everybody'"),
+        ({"group": "everybody"}, "not in the group, or the group is invalid: 'everybody'"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_travels(

@@ -35,12 +35,12 @@ def test_rows_go_to_their_ranks_and_come_in_order_of_rank(ranks: int, rows: list
 
 def test_rows_that_cannot_be_divided_are_refused_before_anything_travels() -> None:
     def program(context: RankContext) -> str:
-        with pytest.raises(ValueError, match="ranks takes a multiple of 2 rows") as caught:
+        with pytest.raises(ValueError, match="ranks needs a multiple of 2 rows") as caught:
             all_to_all(torch.ones(3, 2), context.group)
         return str(caught.value)
 
     assert (
-        on_ranks(2, program) == ["an all-to-all of 2 ranks takes a multiple of 2 rows, not 3"] * 2
+        on_ranks(2, program) == ["an all-to-all of 2 ranks needs a multiple of 2 rows, not 3"] * 2
     )
     with pytest.raises(ValueError, match="not no"):
         all_to_all(torch.ones(()), Group())

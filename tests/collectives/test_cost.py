@@ -178,7 +178,8 @@ def test_a_calibration_is_kept_by_backend_ranks_and_cores(tmp_path: Path) -> Non
     assert kept.link("gloo", 16, 2) == LinkCost(1, 2, 3, 4, True)
     assert kept.predictor("gloo", 2)("ring", MIB, 2) == cost.predict("ring", MIB, 2, CLUSTER)
     with pytest.raises(
-        ValueError, match="no cost of gloo on 4 cores is known: dure bench all-reduce --fit"
+        ValueError,
+        match="the cost of gloo on 4 cores is unknown: measure it with dure bench all-reduce --fit",
     ):
         kept.link("gloo", 2, 4)
     file.write_text('{"links": [{"alpha": 1}]}')

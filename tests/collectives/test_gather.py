@@ -74,7 +74,7 @@ def test_what_cannot_be_done_is_refused() -> None:
         ValueError, match="there is no scatter 'tree'; choose one of linear, native"
     ):
         scatter(torch.ones(1), algorithm="tree")  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="the root of a scatter gives a source"):
+    with pytest.raises(ValueError, match="the root of a scatter needs a source"):
         scatter(torch.ones(1), None, Group())
     with pytest.raises(
         ValueError, match=r"this scatter is \(3, 4\) of torch.float32, but 1 ranks with \(4,\)"

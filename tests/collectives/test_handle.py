@@ -47,7 +47,7 @@ def test_an_error_is_raised_by_wait_once_and_with_its_type() -> None:
     assert failed.is_completed()
     with pytest.raises(KeyError, match="lost"):
         failed.wait()
-    with pytest.raises(RuntimeError, match="failed, and has said so"):
+    with pytest.raises(RuntimeError, match="failed, and the first waiter"):
         failed.wait()
     assert line.put(lambda: 3).wait() == 3
 

@@ -92,7 +92,7 @@ def test_a_number_that_is_not_finite_is_heard_from_its_rank_alone():
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="two fields that are called loss"):
+    with pytest.raises(ValueError, match="two fields named loss"):
         Trailer([per_rank_field("loss"), summed_field("loss")], 0, 2)
     with pytest.raises(ValueError, match="changed has 3 numbers, not 2"):
         Trailer([summed_field("changed", 3)], 0, 2).encode({"changed": [1.0, 0.0]})

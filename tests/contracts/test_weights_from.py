@@ -105,7 +105,7 @@ def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
     [
         (
             {"scale": None, "more": torch.ones(1)},
-            r"not those of the model: scale missing there; more missing in the model$",
+            r"do not match the model: scale missing in the file; more not in the model$",
         ),
         ({"scale": torch.ones(4)}, r"scale is \(4,\) there and \(3,\) in the model$"),
         ({"scale": torch.ones(3).long()}, "scale is torch.int64 there and torch.float32 in the"),

@@ -111,7 +111,7 @@ def test_the_default_is_refused_by_name_where_the_backend_carries_no_tensors_of_
         return said
 
     for said in on_ranks(2, program, "dure"):
-        assert all("carries no tensors of cuda:0" in line for line in said), said
+        assert all("does not support tensors on cuda:0" in line for line in said), said
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -201,8 +201,8 @@ ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 BROKEN = {
     "no shards": ({}, "no shards"),
     "two kinds": ({"a.safetensors": b"", "a.inputs.npy": b""}, "of one kind"),
-    "no header": ({"a.safetensors": b"\xff" * 20}, "no safetensors file"),
-    "no JSON": ({"a.safetensors": (2).to_bytes(8, "little") + b"xx"}, "no safetensors file"),
+    "no header": ({"a.safetensors": b"\xff" * 20}, "not a safetensors file"),
+    "not a JSON": ({"a.safetensors": (2).to_bytes(8, "little") + b"xx"}, "not a safetensors file"),
     "no tensor": ({"a.safetensors": _header({"inputs": {"dtype": "F32"}})}, "no tensor"),
     "no column": ({"a.safetensors": _header({"x": ONE}) + b"\0" * 8}, "no column inputs, targets"),
     "too short": (

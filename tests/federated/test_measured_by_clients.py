@@ -390,7 +390,7 @@ def test_all_that_is_announced_is_measured(strategy: Federated) -> None:
     [
         (dure.FedAvg(freeze_at=2), {}, "no data arrive in this run"),
         (dure.FedAvg(freeze_at=-1), {"arrival": ARRIVAL}, "freeze_at is -1"),
-        (dure.FedPer(freeze_at=2), {"arrival": ARRIVAL}, "has a part of it"),
+        (dure.FedPer(freeze_at=2), {"arrival": ARRIVAL}, "has only a part of it"),
         (dure.FedAvg(held_out_order="oldest"), {}, "held_out_order is 'oldest'"),  # type: ignore[arg-type]
     ],
 )

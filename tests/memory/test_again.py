@@ -189,5 +189,5 @@ def test_text_and_truths_say_what_is_computed_again() -> None:
     assert as_recompute(["1", "1.norm", "3*"]).names(model) == ("1", "3")
     with pytest.raises(ValueError, match="no module 'blocks'"):
         as_recompute("blocks").names(model)
-    with pytest.raises(ValueError, match="stands alone"):
+    with pytest.raises(ValueError, match="cannot be combined with other names"):
         as_recompute("all,1")

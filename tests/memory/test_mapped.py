@@ -121,7 +121,7 @@ def test_a_folder_in_memory_is_refused(tmp_path: Path) -> None:
     memory = Path("/dev/shm")
     if not memory.is_dir() or kind_of(memory) != "tmpfs":
         pytest.skip("there is no folder in memory")
-    with pytest.raises(DiskError, match="lies in memory: name a folder on a disk"):
+    with pytest.raises(DiskError, match="is in memory: give a folder on a disk"):
         Disk(memory)
     with pytest.raises(DiskError, match="there is no folder"):
         Disk(tmp_path / "none")

@@ -70,14 +70,14 @@ def test_ranks_that_offload_have_the_same_bits(make: Any, offload: str) -> None:
 
 
 REFUSED = [
-    (dure.DataParallel(offload="gradients"), 2, "data-parallel does not offload gradients"),
-    (dure.Pipeline(offload="parameters"), 2, "does not offload parameters"),
+    (dure.DataParallel(offload="gradients"), 2, "data-parallel cannot offload gradients"),
+    (dure.Pipeline(offload="parameters"), 2, "cannot offload parameters"),
     (dure.SingleWorker(offload_folder="/tmp"), 1, "nothing is offloaded"),
     (dure.SingleWorker(offload="optimizer", offload_folder="/no/such"), 1, "no folder /no/such"),
     (
         dure.SingleWorker(offload="activations", privacy="dp-sgd:1:1"),
         1,
-        "single-worker does not offload activations, for dp-sgd",
+        "single-worker cannot offload activations, because dp-sgd",
     ),
 ]
 
@@ -94,5 +94,5 @@ def test_a_folder_in_memory_is_refused() -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("there is no folder in memory here")
     strategy = dure.SingleWorker(offload="optimizer", offload_folder="/dev/shm")
-    with pytest.raises(ValueError, match="lies in memory: name a folder on a disk"):
+    with pytest.raises(ValueError, match="is in memory: give a folder on a disk"):
         strategy.check(small_task(), 1)

@@ -102,7 +102,7 @@ def test_folders_and_indexes_stand_for_the_same_tensors(tmp_path: Path) -> None:
     ("files", "asked", "complaint"),
     [
         ({}, "gone.safetensors", "cannot read the weights .*gone.safetensors: No such file"),
-        ({"a.safetensors": b"x"}, "a.safetensors", "is no safetensors file, or a damaged one"),
+        ({"a.safetensors": b"x"}, "a.safetensors", "is not a safetensors file, or is damaged"),
         ({"pytorch_model.bin": b""}, "pytorch_model.bin", "is a pickle, which could run code"),
         ({"pytorch_model.bin": b""}, ".", "no weights in safetensors files; pytorch_model.bin is"),
         ({}, ".", "has no weights in safetensors files"),
@@ -111,11 +111,11 @@ def test_folders_and_indexes_stand_for_the_same_tensors(tmp_path: Path) -> None:
             ".",
             "several files of weights: name one of a.safetensors, b.safetensors",
         ),
-        ({"m.safetensors.index.json": b"{}"}, ".", "is no index .*: it has no weight_map"),
+        ({"m.safetensors.index.json": b"{}"}, ".", "is not an index .*: it has no weight_map"),
         (
             {"m.safetensors.index.json": b'{"weight_map": {"a": "../a.safetensors"}}'},
             ".",
-            "a lies in '../a.safetensors', which is no file's name",
+            "a is in '../a.safetensors', which is not a file name",
         ),
         (
             {
@@ -123,7 +123,7 @@ def test_folders_and_indexes_stand_for_the_same_tensors(tmp_path: Path) -> None:
                 "a.safetensors": weights_to_bytes({"a": torch.ones(1)}),
             },
             "m.safetensors.index.json",
-            "names b, which .*a.safetensors does not hold",
+            "names b, which .*a.safetensors does not contain",
         ),
     ],
 )

@@ -156,13 +156,13 @@ def kept(*tensors: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (bytearray(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), "no message of dure's"),
+        (bytearray(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), "not a message of dure"),
         (bytearray(b"dure"), "begins with 24 bytes"),
         (made(kept(), version=9), "is of version 9"),
-        (made(kept())[:-1], "has .* bytes, and says"),
-        (made(kept(), size=1 << 60), "has .* bytes, and says"),
-        (made(kept(["float32", [2]]), bytes(4)), "is not there as a whole"),
-        (made(kept(["float32", [1 << 40]]), bytes(8)), "is not there as a whole"),
+        (made(kept())[:-1], "has .* bytes, but its header states"),
+        (made(kept(), size=1 << 60), "has .* bytes, but its header states"),
+        (made(kept(["float32", [2]]), bytes(4)), "is incomplete"),
+        (made(kept(["float32", [1 << 40]]), bytes(8)), "is incomplete"),
         (made(kept(["float32", [1 << 40, 1 << 40]]), bytes(8)), "there is no tensor of"),
         (made(kept(["float32", [1 << 62, 4, 0, 1]]), b""), "there is no tensor of"),
         (made(kept(["float32", [0, 1 << 63]]), b""), "there is no tensor of"),
@@ -170,7 +170,7 @@ def kept(*tensors: Any) -> dict[str, Any]:
         (made(kept(["float32", [1 << 62] * 100_000])), "there is no tensor of"),
         (made(kept(["object", [2]]), bytes(16)), "there is no tensor of object"),
         (made(kept(["float32", [2.5]]), bytes(12)), "it is no message"),
-        (made(kept(["float32", [1]]), bytes(8)), "4 bytes that belong to nothing"),
+        (made(kept(["float32", [1]]), bytes(8)), "4 surplus bytes"),
         (made(kept(7)), "it is no message"),
         (made({"type": "Shutdown"}), "it is no message"),
         (made({"type": "Join", "sizes": ["many"]}), "it is no message"),
@@ -185,7 +185,7 @@ def test_what_is_no_message_is_refused_with_the_reason(content: bytearray, reaso
 def test_a_message_that_is_too_long_is_refused_by_its_first_bytes() -> None:
     head = bytes(to_bytes(PersonalisedMean([torch.zeros(1000)]))[:HEAD])
     assert length(head, most=5000) < 5000
-    with pytest.raises(MessageError, match="and may have 3000"):
+    with pytest.raises(MessageError, match="but may have at most 3000"):
         length(head, most=3000)
 
 

@@ -61,5 +61,5 @@ def test_what_is_not_in_it_is_refused(i):
 
 @pytest.mark.parametrize("n", [0, -3, 2**62 + 1])
 def test_it_needs_numbers(n):
-    with pytest.raises(ValueError, match="there have to be 1"):
+    with pytest.raises(ValueError, match="it has to have 1"):
         Permutation(n, 0)

@@ -279,7 +279,9 @@ def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path):
 def test_a_checkpoint_with_a_missing_file_is_refused_by_name(tmp_path):
     saved = save_checkpoint(tmp_path / "checkpoint", 3, parts(3))
     (saved / "state.json").unlink()
-    with pytest.raises(RunFolderError, match=r"00000003 is not a whole checkpoint: .*state\.json"):
+    with pytest.raises(
+        RunFolderError, match=r"00000003 is not a complete checkpoint: .*state\.json"
+    ):
         files_in(tmp_path / "checkpoint")
 
 

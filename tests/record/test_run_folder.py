@@ -71,7 +71,7 @@ def test_a_run_enters_its_own_folder_again_whatever_its_ranks(tmp_path):
     assert [path.name for path in again.path.iterdir()] == ["config.json"], "it has not ended yet"
     with pytest.raises(
         RunFolderError,
-        match="holds another run, which differs in task, seed: choose another folder",
+        match="contains another run, which differs in task, seed: choose another folder",
     ):
         RunFolder.enter(tmp_path / "run", {**asked, "seed": 4, "task": {"name": "mnist"}})
     (tmp_path / "thesis.tex").write_text("years of work")

@@ -123,4 +123,4 @@ def test_where_all_took_part_in_every_round_it_is_said(tmp_path: Path) -> None:
     assert said in federations([run], {})
     longer = replace(run, result=replace(run.result, steps=5))
     assert said.replace("4", "5") not in federations([longer], {})
-    assert "3 of 3 clients gave updates, 4 each" in federations([longer], {})
+    assert "3 of 3 clients sent updates, 4 each" in federations([longer], {})

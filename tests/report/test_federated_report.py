@@ -105,7 +105,7 @@ def test_the_page_counts_outcomes_and_the_terminal_says_them(ditto: Path, report
         rf"{outcomes['late']} late, {outcomes['dropped out']} dropped out",
         line,
     )
-    assert f"{line[1:]}; {len(turns)} of 8 clients gave updates" in text
+    assert f"{line[1:]}; {len(turns)} of 8 clients sent updates" in text
 
 
 def test_attackers_are_points_of_their_own_colour_and_shape(ditto: Path) -> None:
@@ -161,12 +161,12 @@ def test_the_time_of_a_simulation_is_beside_no_real_one(
     both = [*real, read_run(ditto), read_run(fed_async)]
     columns = {column.title: column for column in clock_columns(both)}
     assert list(columns) == [
-        "time", "where it went", "idle (over busy)", "virtual time", "where virtual time went",
+        "time", "time by activity", "idle (over busy)", "virtual time", "virtual time by activity",
         "virtually idle (over busy)", "simulated in",
     ]  # fmt: skip
     for title, column in columns.items():
         told = [column.value(run) is not None for run in both]
-        real_time = title in ("time", "where it went", "idle (over busy)")
+        real_time = title in ("time", "time by activity", "idle (over busy)")
         assert told == ([True, True, False, False] if real_time else [False, False, True, True])
     assert columns["simulated in"].better == 0
     # A simulation alone has no column of real time, nor an axis of it.
@@ -226,9 +226,9 @@ def test_clients_that_could_not_measure_or_were_out_of_transfers_are_named(
         out_of_transfers=[[0, 900], [3, 901]],
     )
     page = report(folder)
-    assert "could not measure: 1 and 2: the metric <b> failed." in text_of(page)
+    assert "could not evaluate: 1 and 2: the metric <b> failed." in text_of(page)
     assert "the metric &lt;b&gt; failed" in page
-    assert "2 clients had used up their transfers: 0 and 3" in text_of(page)
+    assert "2 clients had reached their transfer budget: 0 and 3" in text_of(page)
 
 
 def test_curves_over_clients_are_their_values_in_order(ditto: Path, fed_async: Path) -> None:
@@ -275,11 +275,14 @@ def test_quantiles_lie_between_clients_as_those_of_numpy(values: list[float], sh
 @pytest.mark.parametrize(
     ("lost", "gone"),
     [
-        ("flights", ["Federation", "Who took part when", "Norms of updates", "Client by client"]),
+        (
+            "flights",
+            ["Federation", "Participation over time", "Norms of updates", "Client by client"],
+        ),
         ("updates", ["Norms of updates", "Cosines between updates and steps"]),
         ("outcomes", ["outcome assignments share"]),
         ("by_client", ["Client by client", "Spread of accuracy over clients"]),
-        ("turns", ["clients gave updates"]),
+        ("turns", ["clients sent updates"]),
     ],
 )
 def test_what_a_run_did_not_tell_is_not_drawn(
@@ -325,7 +328,7 @@ def test_of_many_clients_those_asked_most_often_are_drawn(
     )
     text = text_of(page)
     assert f"{ROWS} of 100 clients are drawn, those asked most often." in text
-    assert f"kept its first {len(flights):,} of 9,000." in text
+    assert f"recorded only its first {len(flights):,} of 9,000." in text
 
 
 def test_of_many_updates_whole_rounds_are_drawn(

@@ -97,7 +97,7 @@ def test_a_folder_without_runs_is_waited_for(tmp_path) -> None:
     states = PageStates([tmp_path])
     state = states.newest()
     assert not state.over
-    assert "Nothing has begun" in state.sections[1]
+    assert "No run has started" in state.sections[1]
     write_run(tmp_path / "run", "run <i>one</i>")
     after = states.newest(at_once=True)
     assert after.over

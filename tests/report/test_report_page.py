@@ -85,7 +85,7 @@ def test_every_part_is_there_in_its_order(comparison: Path, report: Report) -> N
     parts = re.findall(r"<h[12][^>]*>(.*?)</h", page)
     assert parts == [
         "digits: 9 runs", "Runs", "What differs",
-        "Curves", "Where the time went", "Timeline", "Data per client",
+        "Curves", "Time by activity", "Timeline", "Data per client",
         "What the words mean",
     ]  # fmt: skip
 

@@ -100,7 +100,7 @@ def test_show_and_the_report_say_which_is_which(
     page = report_table(read_runs([folder]))
     assert f"<small>step {step}</small>" in page
     assert f"<small>step {last}</small>" in page
-    assert "Always saying the most frequent class reaches accuracy 25.00" in page
+    assert "Always predicting the most frequent class reaches accuracy 25.00" in page
 
 
 def test_predict_takes_the_best_model_and_last_the_other(run: dure.Run, folder: Path) -> None:

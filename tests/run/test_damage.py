@@ -117,14 +117,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights": (lambda run: flip(newest(run) / "model.safetensors"), "checksum of model.safet"),
     "tensors": (lambda run: flip(newest(run) / "state.safetensors"), "checksum of state.safet"),
     "state": (lambda run: flip(newest(run) / "state.json"), "damaged .state.json: its checksum"),
-    "lines": (without_lines, r"history\.jsonl does not hold the lines"),
-    "a line": (other_line, r"history\.jsonl does not hold the lines"),
-    "no history": (lambda run: (run / "history.jsonl").unlink(), r"history\.jsonl does not hold"),
+    "lines": (without_lines, r"history\.jsonl does not contain the lines"),
+    "a line": (other_line, r"history\.jsonl does not contain the lines"),
+    "no history": (
+        lambda run: (run / "history.jsonl").unlink(),
+        r"history\.jsonl does not contain",
+    ),
     "lines, old": (lambda run: (without_seal(run), without_lines(run)), r"history\.jsonl does not"),
     "other run": (checkpoint_of_other, "00000006 is of another run than"),
     "other step": (
         lambda run: newest(run).rename(run / "checkpoint" / "00000016"),
-        "00000016 is damaged .it holds step 6",
+        "00000016 is damaged .it contains step 6",
     ),
     "seed": (of_config(lambda config: config.update(seed=9)), "seed is 9 and was 0"),
     "batch size": (
@@ -143,9 +146,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"is torch\.float32 of .* torch\.float64 of",
     ),
     "other shape": (of_weights(lambda weight: weight[:1].clone()), "00000006 is damaged"),
-    "no learner": (of_state(lambda state: state.pop("learner")), "does not fit what is trained"),
-    "no position": (of_state(lambda state: state.pop("position")), "holds step None"),
-    "generators": (of_state(lambda state: state.update(generators=3)), "does not fit what is"),
+    "no learner": (of_state(lambda state: state.pop("learner")), "does not match the training"),
+    "no position": (of_state(lambda state: state.pop("position")), "contains step None"),
+    "generators": (of_state(lambda state: state.update(generators=3)), "does not match the"),
     "deep config": (lambda run: (run / "config.json").write_text(DEEP), r"config\.json"),
 }
 
@@ -184,7 +187,7 @@ def test_a_checkpoint_without_a_seal_goes_on_and_says_so(runs: Path, tmp_path: P
     shutil.copytree(runs / "run", tmp_path / "run")
     without_seal(tmp_path / "run")
     of_config(lambda config: config.pop("run"))(tmp_path / "run")
-    with pytest.warns(UserWarning, match="has no checksums, as an older dure wrote it"):
+    with pytest.warns(UserWarning, match="has no checksums, because an older dure wrote it"):
         again = go_on(tmp_path / "run")
     assert same_bits(begin(tmp_path / "whole", stop=LONGER), again)
     assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == ["00000009"]

@@ -163,7 +163,7 @@ def test_nor_does_it_take_that_of_another_owner(tmp_path: Path) -> None:
 
 def test_a_server_takes_no_roster_that_clients_would_refuse(tmp_path: Path) -> None:
     path = roster(tmp_path, "a", "b", "c")
-    with pytest.raises(ServeError, match="has 3 clients, and the run 2"):
+    with pytest.raises(ServeError, match="has 3 clients, but the run has 2"):
         served(tmp_path, roster=str(path))
     assert not (tmp_path / "run" / FILE).exists()
     path.write_bytes(path.read_bytes().replace(b"ward 1", b"ward 9"))
@@ -230,12 +230,12 @@ def test_a_site_says_why_a_roster_will_not_do(tmp_path: Path) -> None:
             assert here.reasons(welcome(text, number)) == []
         for told, said in [
             (welcome(""), "has no roster"),
-            (welcome(text, clients=3), "has 2 clients, and the run 3"),
-            (welcome(text, client=1), "1 for the server, and 0 on the roster"),
+            (welcome(text, clients=3), "has 2 clients, but the run has 3"),
+            (welcome(text, client=1), "as 1, but the roster as 0"),
             (welcome(others), "does not have this client's key"),
             (welcome(changed.to_json().decode()), "not signed by its owner, or was changed"),
             (welcome(old.to_json().decode()), "has expired on 2020-02-29"),
-            (welcome("{"), "what came is no roster"),
+            (welcome("{"), "the received data are not a roster"),
         ]:
             (reason,) = here.reasons(told)
             assert said in reason

@@ -255,7 +255,7 @@ def test_a_rule_that_nobody_finds_again_is_told_at_the_start(tmp_path: Path) -> 
     strategy = dure.FedAvg(clients=3, partition=Own())
     with pytest.warns(UserWarning, match="can be resumed only as"):
         dure.train(small_task(), strategy, stop=dure.Stop(rounds=1), out=tmp_path)
-    with pytest.raises(dure.errors.RunFolderError, match="give it as"):
+    with pytest.raises(dure.errors.RunFolderError, match="give it with"):
         dure.resume(tmp_path, task=small_task(), stop=dure.Stop(rounds=2))
     more = dure.resume(tmp_path, task=small_task(), strategy=strategy, stop=dure.Stop(rounds=2))
     assert more.summary["steps"] == 2

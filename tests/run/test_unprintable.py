@@ -123,7 +123,7 @@ def test_wherever_the_users_own_code_is_called(
 def test_what_is_told_has_an_end_and_a_line() -> None:
     long = ValueError("x" * 1_000_000)
     assert len(text_of(long)) < 11_000
-    assert described(long).endswith("990,000 more signs)")
+    assert described(long).endswith("990,000 more characters)")
     assert first_line(ValueError("  \n")) == "nothing"
     assert first_line(ValueError("one\ntwo")) == "one"
 

@@ -70,7 +70,9 @@ def test_one_value_for_all_places_does_not_make_one_id_match_all() -> None:
         return DoubleBlinded(message.first, tensor_of(points[:1] * len(points)))
 
     server = holder()
-    with pytest.raises(ValueError, match="party 1 sends a point twice: an id names one person"):
+    with pytest.raises(
+        ValueError, match="party 1 sends a point twice: each person needs a unique id"
+    ):
         talk(server, party(["person 0", "a stranger"]), lie)
     assert server.rows is None
 
@@ -107,7 +109,7 @@ def test_points_that_come_back_as_they_were_sent_are_refused() -> None:
     ((_, blinded),) = server.begin(0.0)
     assert isinstance(blinded, Blinded)
     for message in (blinded, DoubleBlinded(0, blinded.points)):
-        with pytest.raises(ValueError, match="party 1 sends a point back as it was sent to it"):
+        with pytest.raises(ValueError, match="party 1 returns a point unchanged"):
             server.receive("party 1", message, 0.0)
 
 
@@ -168,7 +170,7 @@ def test_a_party_that_asks_about_other_ids_is_refused_also_when_the_holder_start
     assert again.rows == first.rows
     for other in (party(IDS[2:4]), party(IDS[:2], number=7)):
         server = holder(asks=AlignmentQueries(asked).ask)
-        with pytest.raises(ValueError, match="party 1 asks about another list of ids"):
+        with pytest.raises(ValueError, match="party 1 sends another list of ids"):
             talk(server, other, honest)
         assert server.rows is None
 
@@ -184,7 +186,7 @@ def test_a_holder_that_asks_about_other_ids_gets_no_answer(tmp_path: Path) -> No
                 isinstance(one, DoubleBlinded) for _, one in site.receive("server", message, 0.0)
             )
             continue
-        with pytest.raises(ValueError, match="server asks about another list of ids"):
+        with pytest.raises(ValueError, match="server sends another list of ids"):
             site.receive("server", message, 0.0)
 
 
@@ -217,7 +219,7 @@ def test_more_than_one_list_is_answered_where_that_was_agreed_upon(tmp_path: Pat
     for number in range(2):
         queries.ask("party 1", bytes([number]))
     queries.ask("party 2", b"x")
-    with pytest.raises(ValueError, match="party 1 asks about another list"):
+    with pytest.raises(ValueError, match="party 1 sends another list"):
         queries.ask("party 1", b"more")
 
 

@@ -36,7 +36,7 @@ TRICKS: dict[str, Trick] = {
     "a pipe": lambda path, secret: os.mkfifo(path),
     "a device": lambda path, secret: path.symlink_to("/dev/zero"),
     "a folder": lambda path, secret: path.mkdir(),
-    "no JSON": lambda path, secret: path.write_text(f"{SECRET} [") and None,
+    "not contain a JSON": lambda path, secret: path.write_text(f"{SECRET} [") and None,
 }
 
 COMMANDS: dict[str, list[str]] = {
@@ -140,7 +140,7 @@ def test_no_command_hangs_or_quotes_what_a_file_leads_to(
     written = [
         path.read_bytes().decode(errors="replace")
         for path in (tmp_path / "out").rglob("*")
-        if path.is_file() and trick != "no JSON"
+        if path.is_file() and trick != "not contain a JSON"
     ]
     for text in (shown.out, shown.err, *written):
         assert SECRET not in text
@@ -204,7 +204,7 @@ def test_a_clients_folder_from_somebody_else(name: str, trick: str, tmp_path: Pa
     assert secret.read_text() == SECRET
 
 
-@pytest.mark.parametrize("trick", [name for name in TRICKS if name != "no JSON"])
+@pytest.mark.parametrize("trick", [name for name in TRICKS if name != "not contain a JSON"])
 def test_one_function_opens_what_is_a_file_of_the_folder_alone(trick: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(SECRET)

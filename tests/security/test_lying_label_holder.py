@@ -73,5 +73,5 @@ def test_a_model_is_measured_as_often_as_the_site_allows() -> None:
             assert isinstance(values, Evaluated)
     assert len(asked) == 2
     # Also rows out of order are one more.
-    with pytest.raises(PolicyError, match="party 0 does not measure the model: policy"):
+    with pytest.raises(PolicyError, match="party 0 does not evaluate the model: policy"):
         site._hears(Evaluate(4, 5))

@@ -56,8 +56,8 @@ WRONG: dict[str, tuple[Callable[[Gradients], Any], str]] = {
     "earlier": (lambda honest: replace(honest, step=-1), "of step"),
     "share": (lambda honest: replace(honest, share=1e9), "share of a batch"),
     "NaN share": (lambda honest: replace(honest, share=math.nan), "share of a batch"),
-    "another kind": (lambda honest: Outputs(honest.step, honest.values, 1.0), "is due"),
-    "of heads": (lambda honest: HeadSum(honest.step, honest.values), "is due"),
+    "another kind": (lambda honest: Outputs(honest.step, honest.values, 1.0), "is expected"),
+    "of heads": (lambda honest: HeadSum(honest.step, honest.values), "is expected"),
 }
 
 
@@ -77,7 +77,7 @@ def test_nothing_is_answered_that_is_not_due(clients: Clients) -> None:
     site = clients.sites[0]
     (smashed,) = clients.says(site, turn_for(site))
     clients.says(site, gradients_for(smashed))
-    assert "is due" in clients.refused(site, gradients_for(smashed))
+    assert "is expected" in clients.refused(site, gradients_for(smashed))
 
 
 def test_a_site_may_bound_the_norm_of_gradients(tmp_path: Path) -> None:
@@ -142,14 +142,14 @@ def test_large_numbers_do_not_hide_others_that_are_none() -> None:
         ({"steps": 10**6, "until": 10**6}, "batches make"),
         ({"steps": 0, "until": 0}, "batches make"),
         ({"until": 10**6}, "batches make"),
-        ({"number": -5}, "turns count up"),
-        ({"since": -9}, "turns count up"),
-        ({"since": 7, "number": 8}, "does not have what it knew after turn 7"),
-        ({"since": 3, "number": 3}, "turns count up"),
-        ({"round": -1}, "turns count up"),
-        ({"taken": -1}, "turns count up"),
-        ({"first": 1 << 60}, "turns count up"),
-        ({"brings": True}, "not to reach it"),
+        ({"number": -5}, "turn numbers have to increase"),
+        ({"since": -9}, "turn numbers have to increase"),
+        ({"since": 7, "number": 8}, "does not have its state after turn 7"),
+        ({"since": 3, "number": 3}, "turn numbers have to increase"),
+        ({"round": -1}, "turn numbers have to increase"),
+        ({"taken": -1}, "turn numbers have to increase"),
+        ({"first": 1 << 60}, "turn numbers have to increase"),
+        ({"brings": True}, "must not receive"),
     ],
 )
 def test_a_turn_that_is_not_one_of_this_run_is_refused(
@@ -173,7 +173,7 @@ def test_a_head_of_the_servers_own_is_refused_where_heads_do_not_reach_it(
         MeasureModel(0, -1, own_of(site)),
         Final(own_of(site)),
     ):
-        assert "heads do not reach it in this run" in clients.refused(site, frame)
+        assert "it must not have heads in this run" in clients.refused(site, frame)
 
 
 @pytest.mark.parametrize("change", ["shape", "NaN", "number", "optimizer"])
@@ -248,7 +248,7 @@ def test_a_head_that_was_swapped_replayed_or_changed_is_refused_by_name(tmp_path
     clients.says(second, turn_for(second, number=2, comes=True))
     # Of an earlier turn, also with the number of this one; of this turn, for another client.
     assert "turn 1" in clients.refused(second, older)
-    assert "for turn 1, and this is turn 2" in clients.refused(second, replace(older, turn=2))
+    assert "for turn 1, but this is turn 2" in clients.refused(second, replace(older, turn=2))
     assert "for turn 3" in clients.refused(second, replace(for_another, turn=2))
     assert clients.refused(second, replace(for_another, turn=3)) != ""
     # As if another client had sent it, and one that nobody is.
@@ -261,7 +261,7 @@ def test_a_head_that_was_swapped_replayed_or_changed_is_refused_by_name(tmp_path
     # The right one is taken, and once.
     (smashed,) = clients.says(second, now)
     assert isinstance(smashed, Smashed)
-    assert "is due" in clients.refused(second, now)
+    assert "is expected" in clients.refused(second, now)
 
 
 def test_a_head_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_head_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_head_that_nobody_waits_for_is_refused(clients: Clients) -> None:
     first, second = clients.sites
     ended(clients, first, turn_for(first))
-    assert "is due" in clients.refused(second, handed(clients))
+    assert "is expected" in clients.refused(second, handed(clients))
 
 
 # Evaluations, and waiting
@@ -314,7 +314,7 @@ def test_a_server_by_which_nothing_goes_on_is_given_up(monkeypatch: pytest.Monke
     # Whatever else it says meanwhile.
     patience.note(1)
     clock = 19.5
-    with pytest.raises(ReceivedError, match="nothing go on for 10 s"):
+    with pytest.raises(ReceivedError, match="no progress for 10 s"):
         _ = patience.left
 
 
@@ -373,7 +373,7 @@ def test_a_client_without_a_batch_waits_for_the_sums_of_the_others(tmp_path: Pat
             (given,) = clients.says(site, gradients_for(said[0]))
             values = given.values
         wrong = HeadSum(step + 1, values)
-        assert "is due" in clients.refused(site, wrong)
+        assert "is expected" in clients.refused(site, wrong)
         assert "not all finite" in clients.refused(
             site, HeadSum(step, tuple(torch.full_like(one, math.nan) for one in values))
         )

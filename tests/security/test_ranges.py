@@ -248,12 +248,12 @@ def test_a_client_asks_once_and_does_nothing(kind: type[MessageBody], body: Any,
 def test_the_number_of_a_client_is_below_the_number_of_clients(body: Any) -> None:
     with (
         hearing(json.dumps(body).encode()) as (session, _),
-        pytest.raises(UnfitMessageError, match="is none of 3 clients"),
+        pytest.raises(UnfitMessageError, match=": the run has 3 clients"),
     ):
         session.check_in(CheckIn(2, "ward", 0))
     enrolled = {"client": 3, "clients": 3, "name": ""}
     with (
         hearing(json.dumps(enrolled).encode()) as (session, _),
-        pytest.raises(UnfitMessageError, match="is none of 3 clients"),
+        pytest.raises(UnfitMessageError, match=": the run has 3 clients"),
     ):
         session.enrol("token", "ward", None)

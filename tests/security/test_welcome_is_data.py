@@ -371,7 +371,7 @@ def test_two_references_of_one_name_are_refused(disk: Disk) -> None:
 
 
 def test_a_file_is_no_folder_to_import_from(disk: Disk, monkeypatch) -> None:
-    refused = pytest.raises(ValueError, match="is no folder to import from")
+    refused = pytest.raises(ValueError, match="is not a folder to import from")
     with nothing_is_imported(disk, monkeypatch), refused:
         references.load(f"{disk.model}/evil_in_a_model:X")
 

@@ -198,7 +198,7 @@ def test_what_are_no_points_is_refused_by_the_name_of_its_sender(points: torch.T
 def test_numbers_beyond_the_prime_are_no_points() -> None:
     holder, _ = everybody([["ann"], ["ann"]])
     for u in (PRIME, PRIME + 9, 2**255 + 9):
-        with pytest.raises(ValueError, match="party 1 sends a point that is no number below"):
+        with pytest.raises(ValueError, match="party 1 sends a point that is not a number below"):
             holder.receive("party 1", Blinded(0, 1, tensor_of([u.to_bytes(32, "little")])), 0.0)
 
 
@@ -207,39 +207,39 @@ def test_messages_that_make_no_sense_are_refused() -> None:
     point = tensor_of([point_of("ann")])
     with pytest.raises(ValueError, match="party 1 sends points 2 to 3 of 2"):
         holder.receive("party 1", DoubleBlinded(2, point), 0.0)
-    with pytest.raises(ValueError, match="server is told Common by party 1"):
+    with pytest.raises(ValueError, match="server cannot process a Common from party 1"):
         holder.receive("party 1", Common(torch.tensor([0])), 0.0)
-    with pytest.raises(ValueError, match="server is told Blinded by party 7"):
+    with pytest.raises(ValueError, match="server cannot process a Blinded from party 7"):
         holder.receive("party 7", Blinded(0, 1, point), 0.0)
-    with pytest.raises(ValueError, match="server says who is with all, and it is not due"):
+    with pytest.raises(ValueError, match="server sends the common ids too early"):
         party.receive("server", Common(torch.tensor([0])), 0.0)
     party.receive("server", Blinded(0, 1, point), 0.0)
     for places in ([1], [-1], [0, 0]):
-        with pytest.raises(ValueError, match="server names places that party 1 does not have"):
+        with pytest.raises(ValueError, match="server sends places that party 1 does not have"):
             party.receive("server", Common(torch.tensor(places)), 0.0)
     for wrong in (torch.tensor([[0]]), torch.tensor([0.0]), torch.tensor([]).long()):
         with pytest.raises(ValueError, match="server sends places as"):
             party.receive("server", Common(wrong), 0.0)
     party.receive("server", Common(torch.tensor([0])), 0.0)
-    with pytest.raises(ValueError, match="server says who is with all, and it is not due"):
+    with pytest.raises(ValueError, match="server sends the common ids too early"):
         party.receive("server", Common(torch.tensor([0])), 0.0)
     holder.receive("party 1", Blinded(0, 2, point), 0.0)
     with pytest.raises(ValueError, match="party 1 sends a point twice"):
         holder.receive("party 1", Blinded(1, 2, point), 0.0)
-    with pytest.raises(ValueError, match="party 1 says that it has 2 ids, and then 3"):
+    with pytest.raises(ValueError, match="party 1 announced 2 ids, and then 3"):
         holder.receive("party 1", Blinded(1, 3, tensor_of([point_of("eve")])), 0.0)
 
 
 def test_ids_name_one_person_each() -> None:
     assert id_texts([3, "x", b"y"]) == ["3", "x", "y"]
-    with pytest.raises(ValueError, match="the id '3' is there twice"):
+    with pytest.raises(ValueError, match="the id '3' occurs twice"):
         id_texts([3, "3"])
     with pytest.raises(ValueError, match="party 1 has no ids"):
         everybody([["ann"], []])
 
 
 def test_nobody_who_is_with_all_is_an_error() -> None:
-    with pytest.raises(ValueError, match="nobody is with all parties"):
+    with pytest.raises(ValueError, match="no id is common to all parties"):
         aligned([["ann"], ["Ann"]])
 
 

@@ -550,12 +550,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], Strategy, str]] = {
     "width": (
         lambda: two_files(make_tail=wrong_width),
         dure.SplitLearning(clients=2, batch_size=SIZE),
-        r"tail does not take what the head gives, float64 \(B, 8\).*9x3",
+        r"tail rejects what the head gives, float64 \(B, 8\).*9x3",
     ),
     "dtype": (
         lambda: two_files(make_tail=single),
         dure.SplitLearning(clients=2, batch_size=SIZE),
-        r"tail does not take what the head gives, float64 \(B, 8\).*Float",
+        r"tail rejects what the head gives, float64 \(B, 8\).*Float",
     ),
     "end": (
         lambda: two_files("labels stay", make_end=wrong_width),
@@ -565,12 +565,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], Strategy, str]] = {
     "examples": (
         lambda: two_files(make_head=Fails),
         dure.SplitLearning(clients=2, batch_size=SIZE),
-        "head does not take its examples",
+        "head rejects its examples",
     ),
     "a set": (
         lambda: two_files(make_head=Sets),
         dure.SplitLearning(clients=2, batch_size=SIZE),
-        "head gives a set, which cannot travel",
+        "head returns a set, which cannot be sent",
     ),
     "a count": (
         lambda: two_files(make_head=Counts),
@@ -580,7 +580,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Strategy, str]] = {
     "whole batches": (
         lambda: two_files(make_head=Ragged, make_tail=Spread),
         dure.ParallelSplit(clients=2, batch_size=SIZE),
-        "cannot be one batch",
+        "cannot be joined",
     ),
     "tied": (
         lambda: two_files(make_head=lambda: SHARED, make_tail=shared),
@@ -590,7 +590,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Strategy, str]] = {
     "groups": (
         lambda: two_files(optimizer=two_groups),
         dure.SplitLearning(clients=2, batch_size=SIZE),
-        "optimizer of the head cannot be made of its 2 parameters",
+        "optimizer of the head cannot be created with its 2 parameters",
     ),
     "another's": (
         lambda: two_files(optimizer=elsewhere),
@@ -605,7 +605,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Strategy, str]] = {
     "another cut": (
         two_files,
         dure.SplitLearning(clients=2, batch_size=SIZE, cut=("2",)),
-        "files, which say where the model is cut",
+        "files, which already divide the model",
     ),
 }
 
@@ -670,7 +670,7 @@ def test_a_head_that_trains_nothing_is_told_of_and_the_tail_learns(
         return double(nn.Linear(8, 3)) if make is frozen else double(nn.Linear(6, 3))
 
     task = dure.joined(*two_files(make_head=make, make_tail=last))
-    with pytest.warns(UserWarning, match="the head has no parameter that trains"):
+    with pytest.warns(UserWarning, match="the head has no trainable parameter"):
         run = trained(task, dure.SplitLearning(clients=2, batch_size=SIZE))
     first = seeded_model(task, 0).state_dict()
     assert not torch.equal(run.model.state_dict()["tail.0.weight"], first["tail.0.weight"])
@@ -694,7 +694,7 @@ def test_examples_that_pass_the_head_as_they_are_are_told_of() -> None:
             return self.layer(torch.cat(given, dim=1))
 
     task = dure.joined(*two_files(make_head=Also, make_tail=Both))
-    with pytest.warns(UserWarning, match="of the examples on as it is"):
+    with pytest.warns(UserWarning, match="of the examples on unchanged"):
         trained(task, dure.SplitLearning(clients=2, batch_size=SIZE), rounds=1)
 
 
@@ -728,7 +728,7 @@ class Recalls(nn.Module):
 def test_what_goes_past_what_the_head_returns_is_found_before_the_first_step() -> None:
     MEMORY.clear()
     task = dure.joined(*two_files(make_head=Remembers, make_tail=Recalls))
-    with pytest.raises(ValueError, match="something besides what the head returns"):
+    with pytest.raises(ValueError, match="something besides the head's output"):
         trained(task, dure.SplitLearning(clients=2, batch_size=SIZE))
 
 
@@ -764,7 +764,7 @@ def test_a_form_travels_as_json() -> None:
     assert whole["a"][0] is tensors[0]
     assert whole["b"][1] == 1
     form.check(tensors, 6, "the head")
-    with pytest.raises(ValueError, match="was to give"):
+    with pytest.raises(ValueError, match="has to return"):
         form.check(tensors, 5, "the head")
 
 
@@ -780,5 +780,5 @@ def test_a_form_travels_as_json() -> None:
     ],
 )
 def test_what_is_no_form_is_refused(text: bytes) -> None:
-    with pytest.raises(ValueError, match="no form of what leaves a head"):
+    with pytest.raises(ValueError, match="not a form of a head's output"):
         decoded(text)

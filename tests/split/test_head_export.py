@@ -86,7 +86,7 @@ def test_a_head_is_kept_in_a_file_and_taken_from_a_folder(tmp_path: Path) -> Non
 
 def test_what_has_no_such_part_is_refused() -> None:
     ended = run("second")
-    with pytest.raises(ValueError, match="take tail_of"):
+    with pytest.raises(ValueError, match="use tail_of"):
         end_of(ended, task())
     other = dure.train(task(), dure.SingleWorker(), stop=dure.Stop(steps=1))
     with pytest.raises(ValueError, match="not cut"):

@@ -276,7 +276,7 @@ def with_nan(frame: Any) -> Any:
         (
             altered(Activations, lambda frame: StateSaved(0)),
             PartyLostError,
-            "StateSaved was not asked for",
+            "StateSaved was not requested",
         ),
         (
             altered(Activations, lambda frame: ClientFailed("OSError")),

@@ -88,9 +88,9 @@ Split = partial(dure.SplitLearning, clients=2, batch_size=4)
     [
         (plain, Split(cut=("nowhere",)), "nowhere"),
         (plain, Split(cut=("3",)), "cannot be cut after 3 layers: it has 3"),
-        (plain, Split(cut=("0",)), "one at least"),
-        (plain, Split(cut=("2", "1")), "does not lie behind"),
-        (plain, Split(cut=("2", "2")), "does not lie behind"),
+        (plain, Split(cut=("0",)), "needs at least one"),
+        (plain, Split(cut=("2", "1")), "is not after"),
+        (plain, Split(cut=("2", "2")), "is not after"),
         (plain, Split(cut=("1", "2", "2")), "names 3 places"),
         (plain, Split(clients=0), "clients is 0"),
         (plain, Split(local_epochs=0), "local_epochs is 0"),
@@ -98,7 +98,7 @@ Split = partial(dure.SplitLearning, clients=2, batch_size=4)
         (plain, Split(handover="pigeon"), "pigeon"),
         (plain, dure.SplitFed(clients=2, version=3), "version is 3"),
         (Tied, Split(), "used on both sides"),
-        (Looks, Split(), "examples themselves"),
+        (Looks, Split(), "reads the examples"),
         (Draws, Split(), "cannot be cut"),
     ],
 )
@@ -130,7 +130,7 @@ def test_clients_with_the_end_cannot_weigh_a_loss_that_counts_late() -> None:
         return nn.functional.cross_entropy(outputs, targets, reduction="sum"), targets.sum() + 1
 
     strategy = dure.ParallelSplit(cut=("1", "2"), clients=2, batch_size=4)
-    with pytest.raises(ValueError, match="counts only when it is computed"):
+    with pytest.raises(ValueError, match="its count only when it is computed"):
         train(task_of(loss=late), strategy)
     # One after another there is nothing to weigh.
     train(task_of(loss=late), Split(cut=("1", "2")))

@@ -237,7 +237,7 @@ def test_frames_made_by_hand_are_what_they_seem() -> None:
         (made(outputs(None)), "values"),
         (made(outputs([FLOAT32, [1]])), "values"),
         (made(outputs(form(FLOAT32, 2)), bytes(4)), "whole"),
-        (made(outputs(form(FLOAT32, 1)), bytes(8)), "4 bytes that belong to nothing"),
+        (made(outputs(form(FLOAT32, 1)), bytes(8)), "4 surplus bytes"),
         (made(outputs(form(FLOAT32, 1 << 48))), "whole"),
         (made(outputs(form(FLOAT32, 1 << 63, 1 << 63, 4))), "no dtype"),
         (made(outputs(form(FLOAT32, *[1 << 62] * 64))), "no dtype"),

@@ -300,19 +300,23 @@ def test_messages_that_are_not_due_are_refused_by_the_name_of_their_sender() -> 
     for sender, message, said in [
         ("party 1", Activations(0, values[:7], True), r"party 1 sends .* \[7, 4\] and .* 8 ex"),
         ("party 1", Activations(3, values, True), "party 1 sends activations of step 4"),
-        ("party 2", Activations(0, values, True), "server is told Activations by party 2"),
-        ("party 1", BeginStep(0), "server is told BeginStep by party 1"),
+        (
+            "party 2",
+            Activations(0, values, True),
+            "server cannot process a Activations from party 2",
+        ),
+        ("party 1", BeginStep(0), "server cannot process a BeginStep from party 1"),
     ]:
         with pytest.raises(ValueError, match=said):
             holder.receive(sender, message, 0.0)
     holder.receive("party 1", Activations(0, values, True), 0.0)
     with pytest.raises(ValueError, match="party 1 sends activations of step 1"):
         holder.receive("party 1", Activations(0, values, True), 0.0)
-    with pytest.raises(ValueError, match="party 1 is sent gradients of step 1"):
+    with pytest.raises(ValueError, match="party 1 received gradients of step 1"):
         member.receive("server", ActivationGradients(0, values), 0.0)
     with pytest.raises(ValueError, match="party 1 is told BeginStep by party 0"):
         member.receive("party 0", BeginStep(0), 0.0)
-    with pytest.raises(ValueError, match="party 1 is told to begin step 3"):
+    with pytest.raises(ValueError, match="party 1 should start step 3"):
         member.receive("server", BeginStep(2), 0.0)
     member.receive("server", BeginStep(0), 0.0)
     with pytest.raises(ValueError, match=r"server sends party 1 gradients of shape \[7, 4\]"):
@@ -360,7 +364,7 @@ def test_a_column_of_the_inputs_can_name_people() -> None:
     task = task_of(train=(inputs, data.targets), test=None)
     run = vertical(task, align=True, id_column=6)
     assert run.summary["facts"][0]["vertical"]["people"] == 30
-    with pytest.raises(ValueError, match="column 0 has people's ids, and a party trains on it"):
+    with pytest.raises(ValueError, match="column 0 has people's ids, but is a feature"):
         check_all(
             dure.VerticalSplit(align=True, id_column=0),
             task_of(train=(inputs[:, [6, 1, 2, 3, 4, 5]], data.targets)),
@@ -468,15 +472,15 @@ def tied_behind() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Stacked, "Stacked cannot be divided by columns: take dure.VerticalModel"),
+        (Stacked, "Stacked cannot be divided by columns: use dure.VerticalModel"),
         (lambda: nn.Sequential(nn.Tanh(), nn.Linear(6, 3)), "Sequential cannot be divided"),
         (lambda: Doubles(heads(), nn.Linear(4, 3), "sum", FEATURES[2]), "a forward of its own"),
         (tied, "a parameter is in two parts of the model"),
-        (tied_behind, "is used again behind it"),
+        (tied_behind, "is used again after it"),
         (hooked, "VerticalModel has hooks"),
         (
             lambda: dure.VerticalModel(heads((4, 1)), nn.Linear(4, 3), "sum", FEATURES[2]),
-            r"shapes \[1, 4\], \[1, 1\] have no sum",
+            r"shapes \[1, 4\], \[1, 1\] cannot be summed",
         ),
         (
             lambda: dure.VerticalModel(
@@ -509,15 +513,15 @@ def test_models_that_cannot_be_divided_are_refused(
         ({"parties": 0}, "parties is 0"),
         ({"parties": 3}, "parties is 3, but 2 have features"),
         ({"label_party": 2}, "label_party is 2, but there are 2 parties"),
-        ({"features": ("0-2", "3-5")}, "features are not those of the model's heads"),
+        ({"features": ("0-2", "3-5")}, "features differ from those of the model's heads"),
         ({"features": ("0-2", "x")}, "features has 'x'"),
         ({"features": ("0-2", "3,3")}, "has a column twice"),
         ({"features": ([0], [])}, "features has ''"),
-        ({"missing": 0.5}, "missing is about people who are to be aligned"),
-        ({"id_column": 1}, "id_column is about people"),
+        ({"missing": 0.5}, "missing needs alignment"),
+        ({"id_column": 1}, "id_column needs alignment"),
         ({"missing": 1.0, "align": True}, "missing is 1.0"),
-        ({"align": True}, "the keys of the task name 3 people, and there are 41 examples"),
-        ({"align": True, "id_column": 6}, "id_column is 6, but inputs are no tensor"),
+        ({"align": True}, "the keys of the task name 3 people, but there are 41 examples"),
+        ({"align": True, "id_column": 6}, "id_column is 6, but inputs are not a tensor"),
         ({"align": True, "id_column": 1}, "column 1 has fractions"),
     ],
 )
@@ -529,8 +533,8 @@ def test_fields_that_make_no_sense_are_refused(fields: dict[str, Any], said: str
 @pytest.mark.parametrize(
     ("features", "said"),
     [
-        (("0-2", "2-5"), "weighs 6 columns, and features name 7"),
-        (("0-2", "3-4"), "weighs 6 columns, and features name 5"),
+        (("0-2", "2-5"), "has 6 input columns, but features list 7"),
+        (("0-2", "3-4"), "has 6 input columns, but features list 5"),
     ],
 )
 def test_a_linear_layer_has_each_column_with_one_party(
@@ -549,7 +553,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused_where_one_is_divide
 def test_people_need_names_to_be_aligned() -> None:
     data = examples()
     task = task_of(train=(data.inputs, data.targets))
-    with pytest.raises(ValueError, match="nothing names the people who are to be aligned"):
+    with pytest.raises(ValueError, match="alignment needs ids of people"):
         check_all(dure.VerticalSplit(align=True), task, None)
 
 
@@ -561,7 +565,7 @@ def test_parties_have_columns_of_one_tensor() -> None:
 
 
 def test_heads_and_features_go_together() -> None:
-    with pytest.raises(ValueError, match="2 heads and the columns of 3 parties"):
+    with pytest.raises(ValueError, match="2 heads, but the columns of 3 parties"):
         dure.VerticalModel(heads(), nn.Identity(), "sum", FEATURES[3])
     with pytest.raises(ValueError, match="join is 'mean'"):
         dure.VerticalModel(heads(), nn.Identity(), "mean", FEATURES[2])  # type: ignore[arg-type]

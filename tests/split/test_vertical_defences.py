@@ -340,9 +340,9 @@ def one_party() -> nn.Module:
     ("task", "model", "fields", "said"),
     [
         (small(3), None, {"defence": "marvell:4"}, "two classes"),
-        (small(), one_party, {"defence": "isotropic:1", "label_party": 0}, "guards nothing here"),
-        (small(), one_party, {"defence": "no-peek:1", "label_party": 0}, "guards nothing here"),
-        (small(), frozen, {"defence": "randomised-response:1", "label_party": 1}, "guards nothing"),
+        (small(), one_party, {"defence": "isotropic:1", "label_party": 0}, "has no effect here"),
+        (small(), one_party, {"defence": "no-peek:1", "label_party": 0}, "has no effect here"),
+        (small(), frozen, {"defence": "randomised-response:1", "label_party": 1}, "has no effect"),
         (small(), None, {"defence": "marvel:4"}, "no defence 'marvel'"),
         (
             dataclasses.replace(small(), train=(torch.randn(60, 5), torch.randn(60, 2))),

@@ -46,7 +46,7 @@ def test_nan_is_as_it_was_and_every_bit_counts() -> None:
         model.first.bias.add_(1)  # trained: anybody may
     frozen.check()
     model.mask.data[0] = torch.inf
-    with pytest.raises(ValueError, match="the parameter mask is frozen, and was changed"):
+    with pytest.raises(ValueError, match="the parameter mask is frozen, but was changed"):
         frozen.check()
 
 

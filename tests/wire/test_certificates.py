@@ -254,8 +254,8 @@ def test_a_certificate_that_goes_missing_leaves_the_old_one_in_place(own) -> Non
 @pytest.mark.parametrize(
     ("certificate", "key", "message"),
     [
-        ("server.key", "server.key", "is no certificate in PEM"),
-        ("server.pem", "server.pem", "is no private key in PEM"),
+        ("server.key", "server.key", "is not a certificate in PEM"),
+        ("server.pem", "server.pem", "is not a private key in PEM"),
         ("server.pem", "ward-3.key", "is not the key of the certificate"),
         ("missing.pem", "server.key", r"cannot read .*missing\.pem: No such file"),
         ("server.pem", "missing.key", r"cannot read .*missing\.key: No such file"),
@@ -283,12 +283,12 @@ def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(own) -> Non
 
 
 def test_an_authority_that_is_none_is_refused(folder) -> None:
-    with pytest.raises(ValueError, match="is no certificate in PEM"):
+    with pytest.raises(ValueError, match="is not a certificate in PEM"):
         client_context(folder / "authority.key")
 
 
 def test_an_authority_is_made_once(folder) -> None:
-    with pytest.raises(ValueError, match="there is an authority already"):
+    with pytest.raises(ValueError, match="an authority already exists"):
         make_authority(folder)
 
 
@@ -301,7 +301,7 @@ def test_certificates_need_an_authority(tmp_path) -> None:
     "host", ["https://fed.example.org", "fed.example.org:8443", "", "a b", "*"]
 )
 def test_what_is_no_host_is_refused(folder, host) -> None:
-    with pytest.raises(ValueError, match="is no host name or IP address"):
+    with pytest.raises(ValueError, match="is not a host name or IP address"):
         issue_server(folder, [host], name="other")
     assert not (folder / "other.pem").exists()
 

@@ -56,7 +56,7 @@ def test_a_file_that_is_no_key_is_refused(kind, content: bytes, tmp_path: Path) 
     file = tmp_path / "client.key"
     file.write_bytes(content)
     file.chmod(0o600)
-    with pytest.raises(ValueError, match=r"client\.key is no private key"):
+    with pytest.raises(ValueError, match=r"client\.key is not a private key"):
         kind.load_or_create(file)
 
 

@@ -212,15 +212,15 @@ def test_the_first_roster_is_pinned_and_comes_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("members", "said"),
     [
-        ([*MEMBERS, member(3)], "client 3 (ward 3) was not there"),
-        (MEMBERS[:2], "client 2 (ward 2) is no longer there"),
+        ([*MEMBERS, member(3)], "client 3 (ward 3) was added"),
+        (MEMBERS[:2], "client 2 (ward 2) was removed"),
         (
             [*MEMBERS[:2], member(2, identity=EVIL)],
             f"client 2 (ward 2) has the identity {fingerprint(EVIL.public)}, "
             f"and had {fingerprint(IDENTITIES[2].public)}",
         ),
         ([*MEMBERS[:2], member(2, box=BOXES[3])], "client 2 (ward 2) has another box key"),
-        ([*MEMBERS[:2], member(2, name="ward 9")], "client 2 (ward 2) is called ward 9 now"),
+        ([*MEMBERS[:2], member(2, name="ward 9")], "client 2 (ward 2) is now named ward 9"),
     ],
 )
 def test_a_later_roster_that_differs_is_refused_by_what_has_changed(
@@ -229,7 +229,7 @@ def test_a_later_roster_that_differs_is_refused_by_what_has_changed(
     pinned(tmp_path)
     error = refused_by(tmp_path, Roster.signed(RUN, members, SERVER))
     assert error.kind == "other roster"
-    assert str(error).endswith(f"is not the first one: {said}")
+    assert str(error).endswith(f"differs from the first one: {said}")
 
 
 def test_a_server_with_another_key_is_refused(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_the_file_of_another_run_is_not_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", ["", "../a", "a/b", ".hidden", "a\n", "a" * 101])
 def test_a_run_cannot_name_another_file(tmp_path: Path, run: str) -> None:
-    with pytest.raises(ValueError, match="no id of a run"):
+    with pytest.raises(ValueError, match="not an id of a run"):
         PinnedRoster.load(tmp_path, run)
 
 
@@ -330,7 +330,7 @@ def test_a_list_has_fingerprints_as_they_are_read_out(tmp_path: Path) -> None:
         ("-1 " + "0" * 32, "NUMBER FINGERPRINT"),
         ("1 " + "0" * 31, "NUMBER FINGERPRINT"),
         ("1 " + "g" * 32, "NUMBER FINGERPRINT"),
-        ("0 " + "0" * 32, "client 0 is there twice"),
+        ("0 " + "0" * 32, "client 0 occurs twice"),
     ],
 )
 def test_a_line_that_is_none_is_refused_by_its_number(tmp_path: Path, line, said) -> None:

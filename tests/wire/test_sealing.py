@@ -128,8 +128,8 @@ def test_it_can_be_opened_as_what_it_is_and_as_nothing_else(was, said) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "said"),
     [
-        ({"turn": 8}, "other turn", "for turn 7, and this is turn 8"),
-        ({"run": "other"}, "other run", f"for the run {RUN}, and this is the run other"),
+        ({"turn": 8}, "other turn", "for turn 7, but this is turn 8"),
+        ({"run": "other"}, "other run", f"for the run {RUN}, but this is the run other"),
         ({"receiver": 2}, "not for me", "for client 1, not for client 2"),
         ({"sender": 2}, "not signed", "not signed by client 2 (ward 2)"),
     ],

@@ -34,7 +34,9 @@ def test_a_thread_has_a_device_and_named_ones_are_taken_in_turn() -> None:
 @pytest.mark.skipif(CUDA, reason="there are CUDA devices here")
 def test_without_gpus_there_is_a_thread_a_core() -> None:
     assert dure.Threads().devices == ("cpu",) * max(2, len(os.sched_getaffinity(0)))
-    with pytest.raises(ValueError, match=r"there is no CUDA device here, .* on cuda:0: take cpu"):
+    with pytest.raises(
+        ValueError, match=r"this machine has no CUDA device, so cuda:0 cannot be used: use cpu"
+    ):
         dure.Threads(2, ("cuda:0",))
 
 
@@ -54,7 +56,7 @@ def test_gpus_are_taken_in_turn_where_there_are() -> None:
     [
         ((0,), "0 threads are not a world"),
         ((1, ("cpu", "cpu")), "2 devices are too many for 1 threads"),
-        ((1, ("gpu",)), "'gpu' is no device: write cpu, cuda, or cuda:1"),
+        ((1, ("gpu",)), "'gpu' is not a device: write cpu, cuda, or cuda:1"),
         ((1, ("meta",)), "dure computes on cpu and cuda, not on meta"),
     ],
 )

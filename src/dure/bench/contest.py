@@ -313,7 +313,7 @@ class Contest:
         rows = self.group.all_gather_values([float(right)])
         if not all(row[0] for row in rows):
             raise RuntimeError(
-                f"{CONTENDERS[name].label} does not add up on {self.size} ranks: the sum is wrong"
+                f"{CONTENDERS[name].label} computes a wrong sum on {self.size} ranks"
             )
 
     def _calls(self, seconds: float) -> int:

@@ -114,7 +114,7 @@ class OpenMpi:
 
     def _complaint(self) -> str:
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines()]
-        return " ".join(line for line in lines if line.strip("-"))[:300] or "it says nothing"
+        return " ".join(line for line in lines if line.strip("-"))[:300] or "it printed no message"
 
     def close(self) -> None:
         """End the job: its ranks exit when their sockets close."""

@@ -198,7 +198,11 @@ def _table(result: BenchResult, ranks: int) -> str:
         rows += f"<tr><th scope=row>{escape(contender.label)}</th>{cells}</tr>"
     peers = [contender.label for contender in _present(result) if contender.kind == "peer"]
     lead = "Median time of a call"
-    lead += f"; below it, times faster than {' and than '.join(peers)}." if peers else "."
+    lead += (
+        f"; below it, the factor by which it is faster than {' and than '.join(peers)}."
+        if peers
+        else "."
+    )
     table = f'<table class="numbers">{head}<tbody>{rows}</tbody></table>'
     body = f'<div class="scroll">{table}</div>'
     return section(f"table-{ranks}", f"{ranks} ranks", lead, body)
@@ -222,15 +226,13 @@ def _footer(result: BenchResult) -> str:
         for contender in _present(result)
     )
     absent = "".join(
-        f"<p><b>{escape(name)}</b> did not take part: {escape(why)}.</p>"
+        f"<p><b>{escape(name)}</b> was not measured: {escape(why)}.</p>"
         for name, why in result.absent.items()
     )
     early = "<p>Ctrl-C ended this benchmark early.</p>" if result.interrupted else ""
     return (
-        f"<footer><h2>Who took part</h2>{who}{absent}{early}"
-        "<p>Every contender has one batch in each repetition, in turn; all sums were checked "
-        "before. The memory's "
-        "speed is that of scaling every rank's tensor in place, all ranks at the same time: each "
-        "byte read and written "
-        "once, which an all-reduce in place cannot do without.</p></footer>"
+        f"<footer><h2>Contenders</h2>{who}{absent}{early}<p>Every contender has one batch in each "
+        "repetition, in turn; all sums were checked before. The memory's speed is that of "
+        "scaling every rank's tensor in place, all ranks at the same time: each byte read and "
+        "written once, which an all-reduce in place cannot do without.</p></footer>"
     )

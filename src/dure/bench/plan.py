@@ -152,20 +152,20 @@ class BenchPlan:
             ("contender", self.contenders),
         ):
             if not values:
-                raise ValueError(f"there is nothing to measure: give at least one {what}")
+                raise ValueError(f"give at least one {what} to measure")
             if len(set(values)) < len(values):
-                raise ValueError(f"the same {what} is given twice: {', '.join(map(str, values))}")
+                raise ValueError(f"a {what} is given twice: {', '.join(map(str, values))}")
         for size in self.sizes:
             if size not in ALLOWED or size % 4:
                 raise ValueError(
-                    f"a tensor of {size} bytes cannot be measured: it takes float32, 4 bytes to 4 "
-                    f"GiB"
+                    f"a tensor of {size} bytes cannot be measured: the size has to be 4 bytes to "
+                    "4 GiB, of float32"
                 )
         for count in self.ranks:
             if count < 2:
-                raise ValueError(f"{count} ranks reduce nothing: it takes at least two")
+                raise ValueError(f"{count} ranks cannot all-reduce: give at least two")
         if self.repeats < 1:
-            raise ValueError(f"{self.repeats} repetitions have no median: it takes at least one")
+            raise ValueError(f"repeats is {self.repeats}, but it has to be 1 or more")
         # Sizes ascend, since each is judged by the previous size; contenders are in table order.
         object.__setattr__(self, "sizes", tuple(sorted(self.sizes)))
         object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))

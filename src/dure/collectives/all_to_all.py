@@ -81,7 +81,7 @@ def all_to_all(
     if tensor.dim() == 0 or tensor.shape[0] % group.size:
         rows = tensor.shape[0] if tensor.dim() else "no"
         raise ValueError(
-            f"an all-to-all of {group.size} ranks takes a multiple of {group.size} rows, not {rows}"
+            f"an all-to-all of {group.size} ranks needs a multiple of {group.size} rows, not {rows}"
         )
 
     def work() -> Tensor:

@@ -35,7 +35,8 @@ def check_tensor(tensor: Tensor) -> None:
     """Raise ValueError for a tensor that is not dense (strided and not quantized)."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(
-            f"only dense tensors travel, and this one is {tensor.layout}; call to_dense() before"
+            f"only dense tensors can be sent, and this one is {tensor.layout}; call to_dense() "
+            "first"
         )
 
 
@@ -44,8 +45,8 @@ def check_writable(tensor: Tensor) -> None:
     check_tensor(tensor)
     if overlaps_itself(tensor):
         raise ValueError(
-            "an expanded tensor cannot take the result, its elements lie in one place; clone() it "
-            "before"
+            "an expanded tensor cannot hold the result, because its elements share memory; "
+            "clone() it first"
         )
 
 

@@ -282,8 +282,8 @@ class Calibration:
         known = [key for key in self.links if key[0] == backend and key[2] == cores]
         if not known:
             raise ValueError(
-                f"no cost of {backend} on {cores} cores is known: dure bench all-reduce --fit "
-                f"measures it"
+                f"the cost of {backend} on {cores} cores is unknown: measure it with dure bench "
+                "all-reduce --fit"
             )
         return self.links[
             # Nearest by ratio: 8 is as near to 4 as 2 is. Of equals the smaller.

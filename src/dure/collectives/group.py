@@ -159,7 +159,9 @@ class Group:
         if group is None:
             return cls.default()
         if not isinstance(group, dist.ProcessGroup):
-            raise ValueError(f"this process is not in the group, or it is none: {group!r}")
+            raise ValueError(
+                f"this process is not in the group, or the group is invalid: {group!r}"
+            )
         return cls(group)
 
     @property
@@ -186,8 +188,8 @@ class Group:
             check_rank(rank, self.size)
         if len(set(ranks)) < len(ranks) or self.rank not in ranks:
             raise ValueError(
-                f"a group of the ranks {list(ranks)}: each is there once, and rank {self.rank}, "
-                f"which asks for it, is one of them"
+                f"the ranks of a group are {list(ranks)}, but each has to occur once, and rank "
+                f"{self.rank}, which creates it, has to be one of them"
             )
         # A shallow copy: meter, transport and the order of operations are shared with the group.
         part = copy.copy(self)
@@ -206,7 +208,7 @@ class Group:
         if sorted(rank for part in parts for rank in part) != list(range(self.size)):
             raise ValueError(
                 f"parts are {[list(part) for part in parts]}, but each of the ranks 0 to "
-                f"{self.size - 1} is in one"
+                f"{self.size - 1} has to be in exactly one"
             )
         mine = next(list(part) for part in parts if self.rank in part)
         if len(mine) == self.size:

@@ -70,7 +70,7 @@ class Handle(Generic[Value]):
         error = self._error
         self._error = None
         if error is None:
-            raise RuntimeError("this operation failed, and has said so to who waited first")
+            raise RuntimeError("this operation failed, and the first waiter received the error")
         raise error
 
 

@@ -54,6 +54,6 @@ def checked(hosts: Sequence[Sequence[int]], size: int) -> Hosts:
     if sorted(rank for ranks in hosts for rank in ranks) != list(range(size)):
         raise ValueError(
             f"hosts are {[list(ranks) for ranks in hosts]}, but each of the ranks 0 to {size - 1} "
-            f"has one"
+            "needs exactly one"
         )
     return tuple(sorted(tuple(sorted(ranks)) for ranks in hosts if ranks))

@@ -149,11 +149,10 @@ def reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction:
     if name not in OPS:
         raise ValueError(f"there is no operation {op!r}; choose one of {', '.join(OPS)}")
     if dtype not in _REDUCIBLE:
-        raise ValueError(f"tensors of {dtype} cannot be reduced; convert them before")
+        raise ValueError(f"tensors of {dtype} cannot be reduced; convert them first")
     if name == "avg" and dtype in _INTEGERS:
         raise ValueError(
-            f"the average of {dtype} is not of that dtype; take the sum, or convert to a float "
-            f"before"
+            f"the average of {dtype} is not of that dtype; use the sum, or convert to a float first"
         )
     if name in ("min", "max") and dtype in _COMPLEX:
         raise ValueError(f"numbers of {dtype} have no order, so there is no {name}")

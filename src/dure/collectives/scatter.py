@@ -118,7 +118,7 @@ def scatter(
 def _checked(source: Tensor | None, tensor: Tensor, size: int) -> Tensor:
     """Return the root's source. Raises ValueError if it does not fit."""
     if source is None:
-        raise ValueError("the root of a scatter gives a source")
+        raise ValueError("the root of a scatter needs a source")
     check_tensor(source)
     shape = (size, *tensor.shape)
     if source.shape != shape or source.dtype != tensor.dtype:

@@ -74,7 +74,7 @@ class Trailer:
         self.length = 0
         for field in fields:
             if field.name in self._places:
-                raise ValueError(f"a tail has two fields that are called {field.name}")
+                raise ValueError(f"a tail has two fields named {field.name}")
             start = self.length
             self.length += field.width * ranks if field.own else field.width
             first = start + rank * field.width if field.own else start

@@ -23,17 +23,15 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"{name!r} is no device: write cpu, cuda, or cuda:1") from None
+        raise ValueError(f"{name!r} is not a device: write cpu, cuda, or cuda:1") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"dure computes on cpu and cuda, not on {name}")
     there = torch.cuda.device_count()
     if device.type == "cuda" and not there:
-        raise ValueError(
-            f"there is no CUDA device here, so nothing can be computed on {name}: take cpu"
-        )
+        raise ValueError(f"this machine has no CUDA device, so {name} cannot be used: use cpu")
     if device.type == "cuda" and (device.index or 0) >= there:
         raise ValueError(
-            f"there is no {name} here: the CUDA devices are cuda:0 to cuda:{there - 1}"
+            f"this machine has no {name}: its CUDA devices are cuda:0 to cuda:{there - 1}"
         )
     # With its number, so that "cuda" and "cuda:0" are equal.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device("cpu")

@@ -71,9 +71,7 @@ def _of_process() -> Iterator[RemainingMemory]:
 def _of_machine(swap: int) -> Iterator[RemainingMemory]:
     available = _meminfo().get("MemAvailable")
     if available is not None:
-        yield RemainingMemory(
-            available, swap, "the memory that is free on this machine", shared=True
-        )
+        yield RemainingMemory(available, swap, "the free memory of this machine", shared=True)
 
 
 def _meminfo() -> dict[str, int]:

@@ -115,8 +115,8 @@ def user_modules_of(reference: str) -> UserModules:
     source = None if module is None else references.sources().get(module.__name__)
     if module is None or (source is not None and not source.is_unchanged()):
         warn(
-            f"{place} was changed after it was run: other processes get what it has defined here, "
-            f"and do not run it"
+            f"{place} was changed after it was run: other processes receive the definitions of "
+            "this process and do not run the file"
         )
         return UserModules(())
     return UserModules((module.__name__ if source is None else source.place,))

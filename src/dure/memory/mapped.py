@@ -107,7 +107,7 @@ class Disk:
         kind = kind_of(self.folder)
         if kind in _IN_MEMORY:
             raise DiskError(
-                f"{self.folder} is a {kind}, which lies in memory: name a folder on a disk"
+                f"{self.folder} is a {kind}, which is in memory: give a folder on a disk"
             )
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
@@ -158,8 +158,8 @@ class Disk:
                 os.close(file)
         except OSError as error:
             raise DiskError(
-                f"{length / 1e9:.3g} GB do not fit into {self.folder}: {error.strerror}; name "
-                f"another folder"
+                f"{length / 1e9:.3g} GB do not fit into {self.folder}: {error.strerror}; give "
+                "another folder"
             ) from error
         if address in (None, ctypes.c_void_p(-1).value):
             raise DiskError(f"{length / 1e9:.3g} GB cannot be mapped: {os.strerror(number)}")

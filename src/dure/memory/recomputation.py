@@ -42,8 +42,8 @@ def recompute_modules(model: nn.Module, names: Sequence[str]) -> None:
         module = model.get_submodule(name)
         if module._compiled_call_impl is not None:
             raise ValueError(
-                f"module {name} is compiled, and the compiler decides what it computes again: "
-                f"leave it out"
+                f"module {name} is compiled, and the compiler decides what it recomputes: leave "
+                "it out"
             )
         # In the same way `nn.Module.compile` replaces the call of a module, with its hooks.
         module._compiled_call_impl = _Again(name, module)
@@ -98,7 +98,7 @@ class _Written:
         elif before.others_changed():
             raise RuntimeError(
                 f"module {self.name} writes a buffer in this step that it did not write in its "
-                f"first one: it cannot be computed again, leave it out"
+                "first one: it cannot be recomputed, leave it out"
             )
 
     @contextmanager

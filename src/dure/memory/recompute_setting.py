@@ -75,8 +75,10 @@ def as_recompute(value: Recompute | Sequence[str] | str | bool) -> Recompute:
     patterns = tuple(value)
     if not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise ValueError(
-            f"recompute is {value!r}, but it is names of modules, such as layers.*, or all"
+            f"recompute is {value!r}, but it has to be names of modules, such as layers.*, or all"
         )
     if ALL in patterns and len(patterns) > 1:
-        raise ValueError(f"recompute: {ALL} leaves it to dure, and stands alone")
+        raise ValueError(
+            f"recompute: {ALL} lets dure choose and cannot be combined with other names"
+        )
     return Recompute(patterns)

@@ -96,7 +96,9 @@ def stored_in(path: Path) -> dict[str, StoredTensor]:
         here = _tensors_of(file)
         missing = [] if names is None else sorted(names - here.keys())
         if missing:
-            raise DataError(f"the index of {path} names {missing[0]}, which {file} does not hold")
+            raise DataError(
+                f"the index of {path} names {missing[0]}, which {file} does not contain"
+            )
         found |= {name: here[name] for name in (here if names is None else names)}
     return found
 
@@ -170,7 +172,7 @@ def _indexed(path: Path) -> dict[Path, set[str] | None]:
     for name, file in _weight_map(path).items():
         # For security an index may only name files in its own folder.
         if not isinstance(file, str) or Path(file).name != file:
-            raise DataError(f"{path} is damaged: {name} lies in {file!r}, which is no file's name")
+            raise DataError(f"{path} is damaged: {name} is in {file!r}, which is not a file name")
         names = files.setdefault(path.parent / file, set())
         assert names is not None
         names.add(name)
@@ -183,9 +185,11 @@ def _weight_map(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise _unreadable(path, error) from error
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} is no index of safetensors files: it has no weight_map") from error
+        raise DataError(
+            f"{path} is not an index of safetensors files: it has no weight_map"
+        ) from error
     if not isinstance(content, dict) or not content:
-        raise DataError(f"{path} is no index of safetensors files: its weight_map is empty")
+        raise DataError(f"{path} is not an index of safetensors files: its weight_map is empty")
     return content
 
 
@@ -201,7 +205,7 @@ def _tensors_of(file: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise _unreadable(file, error) from error
     except (SafetensorError, ValueError, TypeError) as error:
-        raise DataError(f"{file} is no safetensors file, or a damaged one: {error}") from error
+        raise DataError(f"{file} is not a safetensors file, or is damaged: {error}") from error
     return dict(_entries(file, header, 8 + length, pairs))
 
 
@@ -216,7 +220,9 @@ def _entries(
             raise DataError(f"{name} in {file} is of {entry['dtype']}, a dtype that is not known")
         shape = tuple(entry["shape"])
         if name in pairs and (dtype != torch.float64 or shape[-1:] != (2,)):
-            raise DataError(f"{file} is damaged: {name} is no complex128 as pairs of numbers")
+            raise DataError(
+                f"{file} is damaged: {name} is not complex128 stored as pairs of numbers"
+            )
         yield (
             name,
             StoredTensor(file, begin + entry["data_offsets"][0], dtype, shape, name in pairs),

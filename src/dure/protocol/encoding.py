@@ -76,7 +76,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """Names of the dtypes in `DTYPES`."""
 
 if sys.byteorder != "little":  # elements are sent in the byte order of memory
-    raise ImportError("dure's messages are little-endian, and this machine is not")
+    raise ImportError("dure's messages are little-endian, but this machine is not")
 
 
 class MessageError(ValueError):
@@ -136,7 +136,9 @@ def from_bytes(content: bytearray) -> Message:
     """
     begin, size = _lengths(content)
     if len(content) != begin + size:
-        raise MessageError(f"the message has {len(content)} bytes, and says {begin + size}")
+        raise MessageError(
+            f"the message has {len(content)} bytes, but its header states {begin + size}"
+        )
     header = _HEAD.unpack_from(content)[2]
     at = begin
     count = 0
@@ -157,11 +159,11 @@ def from_bytes(content: bytearray) -> Message:
         # Python integers do not overflow; a malicious shape could overflow 64-bit arithmetic.
         end = at + math.prod(shape) * dtype.itemsize
         if end > len(content):
-            raise MessageError(f"the tensor of {name} {list(shape)} is not there as a whole")
+            raise MessageError(f"the tensor of {name} {list(shape)} is incomplete")
         view = view_at(content, at, dtype, shape)
         # torch treats a bool byte other than 0 and 1 as neither true nor false.
         if dtype == torch.bool and view.numel() and int(view.view(torch.uint8).max()) > 1:
-            raise MessageError("a truth value of the message is neither 0 nor 1")
+            raise MessageError("a boolean of the message is neither 0 nor 1")
         at = end
         return view
 
@@ -170,26 +172,28 @@ def from_bytes(content: bytearray) -> Message:
         message: Message = decoder.decode(memoryview(content)[HEAD : HEAD + header])
     except (msgspec.DecodeError, ValueError, RuntimeError) as error:
         # Invalid text, endless nesting, shapes that torch cannot have.
-        raise MessageError(f"it is no message: {error}") from error
+        raise MessageError(f"it is not a message: {error}") from error
     # Trailing data are an error: a message has exactly one encoding.
     if at != len(content):
-        raise MessageError(f"the message has {len(content) - at} bytes that belong to nothing")
+        raise MessageError(f"the message has {len(content) - at} surplus bytes")
     return message
 
 
 def _lengths(head: bytes | bytearray, most: int | None = None) -> tuple[int, int]:
     """Return (offset of the data, bytes of the data)."""
     if len(head) < HEAD:
-        raise MessageError(f"a message begins with {HEAD} bytes, and these are {len(head)}")
+        raise MessageError(f"a message starts with {HEAD} bytes, but there are only {len(head)}")
     magic, version, header, size = _HEAD.unpack_from(head)
     if magic != _MAGIC:
-        raise MessageError("these bytes are no message of dure's")
+        raise MessageError("these bytes are not a message of dure")
     if version != VERSION:
-        raise MessageError(f"the message is of version {version}, and this is version {VERSION}")
+        raise MessageError(
+            f"the message has version {version}, but this dure uses version {VERSION}"
+        )
     # Python integers do not overflow, whatever lengths an untrusted sender writes into the head.
     begin = aligned(HEAD + header)
     if most is not None and begin + size > most:
-        raise MessageError(f"the message has {begin + size} bytes, and may have {most}")
+        raise MessageError(f"the message has {begin + size} bytes, but may have at most {most}")
     return begin, size
 
 

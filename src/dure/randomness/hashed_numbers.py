@@ -32,4 +32,4 @@ def check_share(value: float, what: str) -> None:
     what: name of the share for the message, such as "stragglers: the share".
     """
     if not 0 <= value <= 1:
-        raise ValueError(f"{what} is between 0 and 1, not {value}")
+        raise ValueError(f"{what} has to be between 0 and 1, not {value}")

@@ -62,7 +62,7 @@ class Keystream:
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY:
-            raise ValueError(f"a key has {KEY} bytes, and this one has {len(key)}")
+            raise ValueError(f"a key has {KEY} bytes, but this one has {len(key)}")
         cipher, aes, counter = _cipher()
         self._encryptor = cipher(aes(key), counter(bytes(16))).encryptor()
 
@@ -101,7 +101,7 @@ def fill(key: bytes, out: Tensor) -> None:
     out: integers of any dtype and shape, contiguous, on the CPU. Raises ValueError otherwise.
     """
     if out.dtype.is_floating_point or out.dtype.is_complex or out.dtype == torch.bool:
-        raise ValueError(f"a keystream fills integers, and these are {out.dtype}")
+        raise ValueError(f"a keystream fills integers, but these are {out.dtype}")
     if not out.is_contiguous() or out.device.type != "cpu":
         raise ValueError("a keystream fills a contiguous tensor on the CPU")
     stream = Keystream(key)
@@ -161,7 +161,10 @@ def grid(deviation: float) -> float:
     deviation < ∞.
     """
     if not 0 < deviation < math.inf:
-        raise ValueError(f"noise has a deviation of {deviation}, but it is above 0 and finite")
+        raise ValueError(
+            f"the standard deviation of noise is {deviation}, but it has to be greater than 0 and "
+            "finite"
+        )
     return 2.0 ** (math.frexp(deviation)[1] - 1 - _GRID)
 
 
@@ -178,7 +181,7 @@ def below(key: bytes, n: int, count: int) -> Tensor:
     Raises ValueError unless 1 <= n <= 2^63.
     """
     if not 1 <= n <= 1 << 63:
-        raise ValueError(f"integers below {n}: it has to be 1 to 2^63")
+        raise ValueError(f"the bound of integers is {n}, but it has to be 1 to 2^63")
     stream = Keystream(key)
     # The words above the last multiple of n would make small integers likelier.
     last = (1 << 64) // n * n - 1
@@ -198,7 +201,7 @@ def bernoulli_samples(key: bytes, probability: float, count: int) -> Tensor:
     Raises ValueError unless 0 <= probability <= 1.
     """
     if not 0 <= probability <= 1:
-        raise ValueError(f"a coin of probability {probability}: it has to be 0 to 1")
+        raise ValueError(f"the probability is {probability}, but it has to be 0 to 1")
     return uniform(key, count) < probability
 
 

@@ -49,7 +49,7 @@ class Permutation:
 
     def __init__(self, n: int, seed: int) -> None:
         if not 1 <= n <= 1 << 62:
-            raise ValueError(f"a permutation of {n} numbers: there have to be 1 to 2^62")
+            raise ValueError(f"a permutation has {n} numbers, but it has to have 1 to 2^62")
         self.n = n
         self._a = math.isqrt(n - 1) + 1
         self._b = -(-n // self._a)

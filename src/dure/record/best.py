@@ -74,7 +74,7 @@ def restore_best(folder: Path, step: int | None) -> None:
     else:
         raise RunFolderError(
             f"{best} is not the model of step {step}, the best one when the checkpoint was "
-            f"written: put back a copy of it, or remove the checkpoint to train from the start"
+            "written: restore it from a copy, or remove the checkpoint to train from the start"
         )
 
 
@@ -121,7 +121,7 @@ def _check(path: Path) -> None:
             found = checksum(piece, found)
     if found.encode() != said:
         raise RunFolderError(
-            f"{path} is damaged: its checksum is not that of its content: put back a copy of it"
+            f"{path} is damaged: its checksum does not match its content: restore it from a copy"
         )
 
 

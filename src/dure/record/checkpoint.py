@@ -134,12 +134,12 @@ def read_tree(path: Path) -> dict[str, Any]:
         if content.startswith(_TREE):
             head, content = content[: len(_TREE) + 9], content[len(_TREE) + 9 :]
             if head != _TREE + checksum(content).encode() + b"\n":
-                raise ValueError("its checksum is not that of its content")
+                raise ValueError("its checksum does not match its content")
         tree = tree_from_bytes(content)
     except (OSError, *UNREADABLE) as error:
-        raise RunFolderError(f"{path} is damaged: {error}: put back a copy of it") from error
+        raise RunFolderError(f"{path} is damaged: {error}: restore it from a copy") from error
     if not isinstance(tree, dict):
-        raise RunFolderError(f"{path} is damaged: it holds no mapping")
+        raise RunFolderError(f"{path} is damaged: it does not contain a mapping")
     return tree
 
 
@@ -171,8 +171,8 @@ def check_version(state: Mapping[str, Any], what: str, oldest: int = 1) -> None:
         writer = state.get("dure", "0.1.0 or older")
         known = f"version {VERSION}" if oldest == VERSION else f"versions {oldest} to {VERSION}"
         raise RunFolderError(
-            f"{what} was written by dure {writer}, as version {version}; this dure reads {known}: "
-            f"go on with the one that wrote it"
+            f"{what} was written by dure {writer}, in version {version} of the format; this dure "
+            f"reads {known}: use the dure that wrote it"
         )
 
 

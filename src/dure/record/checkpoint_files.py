@@ -69,7 +69,7 @@ def newest(folder: Path) -> CheckpointFiles | None:
         sums = {name: checksum_of(path / name) for name in PARTS[:2]}
     except OSError as error:
         raise RunFolderError(
-            f"{path} is not a whole checkpoint: {error.strerror} ({error.filename})"
+            f"{path} is not a complete checkpoint: {error.strerror} ({error.filename})"
         ) from error
     try:
         state, seal = unsealed(content)
@@ -77,13 +77,13 @@ def newest(folder: Path) -> CheckpointFiles | None:
         raise damaged(path, f"{PARTS[2]}: {error}") from error
     for name, found in sums.items():
         if seal is not None and seal.files.get(name) != found:
-            raise damaged(path, f"the checksum of {name} is not that of its content")
+            raise damaged(path, f"the checksum of {name} does not match its content")
     return CheckpointFiles(path, state, seal)
 
 
 def damaged(checkpoint: Path, reason: str) -> RunFolderError:
     """Return the error for a damaged checkpoint."""
     return RunFolderError(
-        f"the checkpoint {checkpoint} is damaged ({reason}): put back a copy of it, or remove it "
-        f"to train from the start"
+        f"the checkpoint {checkpoint} is damaged ({reason}): restore it from a copy, or remove it "
+        "to train from the start"
     )

@@ -81,7 +81,7 @@ def open_regular_file(path: str, flags: int) -> int:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-            reason = "it is no regular file, or has another name too (a hard link)"
+            reason = "it is not a regular file, or has a hard link"
             raise OSError(errno.EINVAL, reason, path)
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)

@@ -24,7 +24,7 @@ def png(pixels: NDArray[np.uint8]) -> bytes:
     """
     if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] != 3):
         raise ValueError(
-            f"a picture has the shape (height, width) or with 3 colours, not {pixels.shape}"
+            f"a picture needs the shape (height, width) or with 3 colours, not {pixels.shape}"
         )
     height, width = pixels.shape[:2]
     kind = 0 if pixels.ndim == 2 else 2

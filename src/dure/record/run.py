@@ -92,7 +92,9 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunFolderError(f"cannot make the run folder {path}: {error.strerror}") from error
+            raise RunFolderError(
+                f"cannot create the run folder {path}: {error.strerror}"
+            ) from error
         sync_folder(path.parent)
         folder.hold()
         try:
@@ -110,11 +112,11 @@ class RunFolder:
         # An empty folder is fine: the command line makes it before anything else.
         path = self.path
         if path.exists() and not path.is_dir():
-            raise RunFolderError(f"{path} is a file, and no folder: choose another with --out")
+            raise RunFolderError(f"{path} is a file, not a folder: choose another with --out")
         if path.exists() and any(path.iterdir()):
             raise RunFolderError(
-                f"the run folder {path} is not empty: choose another with --out, or go on with "
-                f"--resume {path}"
+                f"the run folder {path} is not empty: choose another with --out, or resume it "
+                f"with --resume {path}"
             )
 
     @classmethod
@@ -143,8 +145,8 @@ class RunFolder:
         other = [key for key in asked if key not in _MAY_CHANGE and begun.get(key) != asked[key]]
         if other:
             raise RunFolderError(
-                f"{self.path} holds another run, which differs in {', '.join(other)}: choose "
-                f"another folder with --out"
+                f"{self.path} contains another run, which differs in {', '.join(other)}: choose "
+                "another folder with --out"
             )
 
     def hold(self) -> None:
@@ -204,8 +206,8 @@ class RunFolder:
                 self._history_of(checkpoint)
                 if checkpoint.seal is None:
                     warnings.warn(
-                        f"{checkpoint.path} has no checksums, as an older dure wrote it: damage "
-                        f"that leaves it readable would not be noticed",
+                        f"{checkpoint.path} has no checksums, because an older dure wrote it: "
+                        "some damage would not be detected",
                         stacklevel=3,
                     )
             config = {**config, **({"run": begun["run"]} if "run" in begun else {})}
@@ -250,20 +252,20 @@ class RunFolder:
             before = seal.config
             if seal.run != begun.get("run", ""):
                 raise RunFolderError(
-                    f"{checkpoint.path} is of another run than {file}: put back the checkpoint of "
-                    f"this run, or remove it to train from the start"
+                    f"{checkpoint.path} belongs to another run than {file}: restore the "
+                    "checkpoint of this run, or remove it to train from the start"
                 )
             differs = edited(before, settings(begun), named_again)
             if differs:
                 raise RunFolderError(
-                    f"{file} has changed since {checkpoint.path} was written ("
-                    f"{'; '.join(differs)}): put it back as it was, or begin another run"
+                    f"{file} has changed since {checkpoint.path} was written "
+                    f"({'; '.join(differs)}): restore it, or start a new run"
                 )
         differs = other_run(before, settings(json.loads(json.dumps(config))), moves)
         if differs:
             raise RunFolderError(
-                f"what is asked is not what was trained in {self.path} ({'; '.join(differs)}): "
-                f"give it as it was, or begin another run"
+                f"the settings differ from those of the run in {self.path} "
+                f"({'; '.join(differs)}): give the same settings, or start a new run"
             )
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
@@ -356,8 +358,9 @@ class RunFolder:
             same = steps == list(range(1, checkpoint.step + 1))
         if not same:
             raise RunFolderError(
-                f"{path} does not hold the lines that it held when {checkpoint.path} was written: "
-                f"put back a copy of it, or remove the checkpoint to train from the start"
+                f"{path} does not contain the lines that it had when {checkpoint.path} was "
+                "written: restore it from a copy, or remove the checkpoint to train from the "
+                "start"
             )
         return history
 
@@ -460,7 +463,7 @@ def _state_of(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     except UNREADABLE as error:
         raise damaged(checkpoint.path, described(error)) from error
     if not isinstance(state, dict):
-        raise damaged(checkpoint.path, "its state is no mapping")
+        raise damaged(checkpoint.path, "its state is not a mapping")
     return state
 
 
@@ -468,7 +471,7 @@ def _check_step(checkpoint: StoredCheckpoint, state: Mapping[str, Any]) -> None:
     position = state.get("position")
     step = position.get("step") if isinstance(position, Mapping) else None
     if step != checkpoint.step:
-        raise damaged(checkpoint.path, f"it holds step {step}")
+        raise damaged(checkpoint.path, f"it contains step {step}")
 
 
 def _check_shapes(checkpoint: StoredCheckpoint, model: Mapping[str, Tensor]) -> None:
@@ -478,7 +481,7 @@ def _check_shapes(checkpoint: StoredCheckpoint, model: Mapping[str, Tensor]) -> 
         if mine is not None and (mine.shape, mine.dtype) != (weight.shape, weight.dtype):
             raise damaged(
                 checkpoint.path,
-                f"{name} is {weight.dtype} of {tuple(weight.shape)} in model.safetensors, and "
+                f"{name} is {weight.dtype} of {tuple(weight.shape)} in model.safetensors, but "
                 f"{mine.dtype} of {tuple(mine.shape)} in the model",
             )
 
@@ -551,8 +554,8 @@ def trained_weights(folder: Path, summary: Mapping[str, Any]) -> Mapping[str, Te
         # Older runs have no checksum.
         if summary.get("model_checksum", found) != found:
             raise RunFolderError(
-                f"{path} is damaged: its checksum is not the one in summary.json: put back "
-                f"a copy of it, or resume the run to write it again"
+                f"{path} is damaged: its checksum differs from the one in summary.json: restore "
+                "it from a copy, or resume the run to write it again"
             )
         return DiskTensors(tensors_in(path))
     except (OSError, *UNREADABLE) as error:

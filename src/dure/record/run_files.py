@@ -29,7 +29,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"cannot read {file}: {error}") from error
     if not isinstance(content, dict):
-        raise RunFolderError(f"{file} is damaged: it holds no JSON object")
+        raise RunFolderError(f"{file} is damaged: it does not contain a JSON object")
     return content
 
 
@@ -50,12 +50,12 @@ def check_config(folder: Path, written: Mapping[str, Any], whole: bool = False) 
     what = changed(written)
     if what == "settings" or (what is not None and whole):
         raise RunFolderError(
-            f"{file} has changed since dure wrote it (its checksum is not that of its "
-            f"content): put it back as it was, or begin another run"
+            f"{file} has changed since dure wrote it (its checksum does not match its content): "
+            "restore it, or start a new run"
         )
     if what is not None:
         warnings.warn(
-            f"{file} has changed since dure wrote it, though not in what decides the numbers: "
-            f"the run is taken as it says now",
+            f"{file} has changed since dure wrote it, but only in parts that do not affect "
+            "results: the run is read as it is now",
             stacklevel=5,
         )

@@ -89,7 +89,7 @@ def without_checksum(content: bytes) -> bytes:
     """Return the argument of `with_checksum`. Raises ValueError for a wrong checksum."""
     rest = content[_FIRST:]
     if content[:_FIRST] != _beginning(rest):
-        raise ValueError("its checksum is not that of its content")
+        raise ValueError("its checksum does not match its content")
     return rest
 
 

@@ -95,9 +95,12 @@ def alteration_note(config: Mapping[str, Any], signed: Any = None) -> str | None
     signed: SHA-256 of its content in the lineage beside the model; None without a lineage.
     """
     if signed is not None and signed != config_digest(config):
-        return "config.json is not what was signed: its settings may be false (see dure verify)"
+        return (
+            "config.json differs from the signed version: its settings may be wrong (see dure "
+            "verify)"
+        )
     if changed(config) is not None:
-        return "config.json has changed since dure wrote it: its settings may be false"
+        return "config.json has changed since dure wrote it: its settings may be wrong"
     return None
 
 
@@ -155,4 +158,4 @@ def other_run(
 
 
 def _told(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    return f"{name} is {now.get(name)!r} and was {before.get(name)!r}"
+    return f"{name} is {now.get(name)!r} but was {before.get(name)!r}"

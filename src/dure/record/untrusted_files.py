@@ -103,7 +103,7 @@ def _below(path: Path, folder: Path) -> int:
     """Open a path below the folder, component by component, and return the descriptor."""
     *folders, name = path.relative_to(folder).parts
     if ".." in (*folders, name):
-        raise UnfitFileError("it lies outside the folder", path)
+        raise UnfitFileError("it is outside the folder", path)
     there = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for each in folders:
@@ -154,9 +154,9 @@ def check_links(folder: Path) -> None:
     several: dict[tuple[int, int], tuple[str, int]] = {}
     for count, (entry, found) in enumerate(_entries(folder, MOST_DEPTH)):
         if count >= MOST_ENTRIES:
-            raise RunFolderError(f"{folder} holds more than {MOST_ENTRIES:,} files")
+            raise RunFolderError(f"{folder} contains more than {MOST_ENTRIES:,} files")
         if stat.S_ISLNK(found.st_mode):
-            raise _unfit(entry, "is a link: put what it leads to in its place")
+            raise _unfit(entry, "is a link: replace it by its target")
         if stat.S_ISREG(found.st_mode):
             if found.st_nlink > 1:
                 key = (found.st_dev, found.st_ino)
@@ -182,7 +182,7 @@ def _entries(folder: Path | str, depth: int) -> Iterator[tuple[str, os.stat_resu
         yield entry.path, known
         if stat.S_ISDIR(known.st_mode):
             if not depth:
-                raise _unfit(entry.path, "lies too deep")
+                raise _unfit(entry.path, "is nested too deep")
             try:
                 yield from _entries(entry.path, depth - 1)
             except FileNotFoundError:
@@ -195,7 +195,7 @@ def _open_at(there: int, name: str, flags: int, path: Path) -> int:
     except OSError as error:
         # ENXIO: a socket.
         if error.errno in (errno.ELOOP, errno.ENXIO) or _is_link(there, name):
-            raise UnfitFileError("it is a link, or no file", path) from error
+            raise UnfitFileError("it is a link, or not a file", path) from error
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -210,9 +210,9 @@ def _check(found: os.stat_result, path: Path, most: int | None, links: bool) -> 
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(found.st_mode):
-        raise UnfitFileError("it is no regular file", path)
+        raise UnfitFileError("it is not a regular file", path)
     if found.st_nlink > 1 and not links:
-        raise UnfitFileError("it has another name too (a hard link)", path)
+        raise UnfitFileError("it has a hard link", path)
     if most is not None and found.st_size > most:
         raise _too_long(path, most)
 

@@ -108,7 +108,7 @@ def header_of(forms: Mapping[str, _Form], metadata: Mapping[str, str] | None = N
     at = 0
     for name, (dtype, shape) in forms.items():
         if dtype not in DTYPES:
-            raise TypeError(f"safetensors have no {dtype}, which {name} is")
+            raise TypeError(f"safetensors do not support {dtype}, the dtype of {name}")
         end = at + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": (at, end)}
         at = end
@@ -145,7 +145,7 @@ def weights_from_bytes(content: bytes) -> dict[str, Tensor]:
             tensors[name] = torch.view_as_complex(tensors[name])
     except (LookupError, TypeError, RuntimeError) as error:
         # A dtype that torch lacks, invalid names of pairs, or too deep nesting.
-        raise ValueError(f"no tensors that can be read: {described(error)}") from error
+        raise ValueError(f"the tensors cannot be read: {described(error)}") from error
     return tensors
 
 
@@ -170,7 +170,7 @@ def tensors_in(path: Path) -> dict[str, DiskTensor]:
         found = {name: _lying(file, 8 + length, said) for name, said in header.items()}
         return {name: _of_pairs(one) if name in pairs else one for name, one in found.items()}
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"no tensors that can be read: {described(error)}") from error
+        raise ValueError(f"the tensors cannot be read: {described(error)}") from error
 
 
 def _lying(file: OpenFile, begins: int, said: Mapping[str, Any]) -> DiskTensor:
@@ -183,5 +183,5 @@ def _lying(file: OpenFile, begins: int, said: Mapping[str, Any]) -> DiskTensor:
 def _of_pairs(pairs: DiskTensor) -> DiskTensor:
     """Return the complex tensor that is stored as these pairs of real numbers."""
     if pairs.dtype != torch.float64 or tuple(pairs.shape[-1:]) != (2,):
-        raise ValueError(f"{pairs} holds no pairs")
+        raise ValueError(f"{pairs} does not contain pairs")
     return DiskTensor(pairs.file, pairs.at, torch.complex128, tuple(pairs.shape[:-1]))

@@ -344,9 +344,7 @@ def _timeline_note(trace: RunTimeline, lanes: int, drawn: int, kept: int, end: f
             f"{duration(end / 1000)}."
         )
     if trace.dropped:
-        parts.append(
-            f"The run itself kept its first spans only and left {count(trace.dropped)} out."
-        )
+        parts.append(f"The run recorded only its first spans and dropped {count(trace.dropped)}.")
     return " ".join(parts)
 
 

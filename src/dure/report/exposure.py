@@ -27,9 +27,9 @@ def exposures(runs: Sequence[ReportedRun]) -> str:
                 f'<td class="text">{escape(who)}</td><td class="text said">{escape(what)}</td></tr>'
             )
     lead = (
-        "Who could learn what of a client’s data, by what travelled. Evaluations are made of the "
-        "server’s own test data; what they say, and a run that ends at a target, lie outside of "
-        "any epsilon."
+        "What each participant could learn of a client’s data from the messages. Evaluations use "
+        "the server’s own test data; their metrics, and a run that ends at a target, are not "
+        "covered by any epsilon."
     )
     head = ("run", "who", "could learn")
     shown = table("Exposure", "long", head, rows, texts=["who", "could learn"])

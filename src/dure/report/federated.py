@@ -105,7 +105,9 @@ def _left(run: ReportedRun) -> str | None:
     )
     share = federation.took_part.get("examples_share")
     data = (
-        "" if share is None else f", and the last model was of {100 * share:.0f} % of the examples"
+        ""
+        if share is None
+        else f", and the last model was trained on {100 * share:.0f} % of the examples"
     )
     return f"{plural(len(federation.left), 'client')}{of} missing at the end: {who}{data}"
 
@@ -115,7 +117,7 @@ def _bits(federation: FederationFacts) -> str | None:
     if federation.bits is None:
         return None
     if federation.bits == "same":
-        return "clients compute the bits of a simulation"
+        return "clients compute the same bits as a simulation"
     why = f" ({listed(federation.differs)})" if federation.differs else ""
     return f"clients compute close to a simulation, not the same bits{why}"
 
@@ -131,7 +133,7 @@ def _came(run: ReportedRun, federation: FederationFacts) -> str:
             known = outcome in COLOURS or outcome == "refused"
             said.append(f"{count(number)} {outcome if known else f'failed ({outcome})'}")
     most = max(federation.refusals, key=federation.refusals.__getitem__, default=None)
-    return ", ".join(said) + ("" if most is None else f"; refused most often: {most}")
+    return ", ".join(said) + ("" if most is None else f"; rejected most often: {most}")
 
 
 def _outcomes(run: ReportedRun, federation: FederationFacts) -> dict[str, int]:
@@ -163,18 +165,18 @@ def federations(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> str:
     if not told:
         return ""
     lead = (
-        "Who took part when: a bar is what a client was asked once, from the moment at which it "
-        "was handed out to its end, on the federation’s clock."
+        "Participation over time: a bar is one assignment of a client, from its start to its "
+        "end, on the federation’s clock."
     )
     if any(run.federation.there for run in runs if run.federation is not None):
-        lead += " The pale bar behind it is the time in which the client was there."
+        lead += " The pale bar behind it is the time in which the client was available."
     if any(name.startswith("staleness") for name in drawn):
         lead += (
-            " The staleness of an update is how many models the server made since it handed out "
-            "the one it is of."
+            " The staleness of an update is the number of models that the server has made since "
+            "the model on which the update is based."
         )
     if any(name.startswith("norms") for name in drawn):
-        lead += " Cosines are between an update and the step that the global model then took."
+        lead += " Cosines are between an update and the following step of the global model."
     return section("federations", "Federation", lead, "".join(_block(one, drawn) for one in told))
 
 
@@ -191,7 +193,7 @@ def _block(one: FederationRun, drawn: Mapping[str, JSON]) -> str:
 
     flights = drawn.get(f"flights-{place}")
     note = _flights_note(federation, flights) if flights is not None else ""
-    asked = figure("flights", "Who took part when", note)
+    asked = figure("flights", "Participation over time", note)
     small = (
         figure("staleness", "Staleness of updates"),
         updates("norms", "Norms of updates"),
@@ -215,11 +217,11 @@ def _facts(run: ReportedRun, federation: FederationFacts) -> str:
         each = _between(min(turns), max(turns))
         said.append(
             _everybody(run, len(turns), clients, min(turns))
-            or f"{count(len(turns))}{known} clients gave updates, {each} each"
+            or f"{count(len(turns))}{known} clients sent updates, {each} each"
         )
     if federation.out:
         said.append(
-            f"{plural(len(federation.out), 'client')} had used up their transfers: "
+            f"{plural(len(federation.out), 'client')} had reached their transfer budget: "
             f"{_some(run, federation.out)}"
         )
     if federation.cost is not None:
@@ -236,7 +238,7 @@ def _everybody(run: ReportedRun, gave: int, clients: int | None, least: int) -> 
         return None
     return (
         f"all {count(gave)} clients took part in every one of the {plural(rounds, 'round')}, and "
-        f"their updates counted: nobody was left out"
+        "their updates counted: no client was left out"
     )
 
 
@@ -273,11 +275,11 @@ def _flights_note(federation: FederationFacts, flights: JSON) -> str:
             f"{rows} of {count(flights['clients'])} clients are drawn, those asked most often."
         )
     if flights["left"]:
-        parts.append(f"The last {count(flights['left'])} of their assignments are left out.")
+        parts.append(f"The last {count(flights['left'])} of their assignments are not shown.")
     happened = sum(federation.outcomes.values())
     kept = len(federation.assignments)
     if happened > kept:
-        parts.append(f"The run itself kept its first {count(kept)} of {count(happened)}.")
+        parts.append(f"The run recorded only its first {count(kept)} of {count(happened)}.")
     return escape(" ".join(parts))
 
 
@@ -315,7 +317,7 @@ def _cohort(federation: FederationFacts) -> str:
     order = sorted(federation.cohort, key=lambda one: (-trouble.get(one.client, 0), one.client))
     shown = sorted(order[:MOST_MEMBERS], key=lambda one: one.client)
     left = len(order) - len(shown)
-    note = f"<p>{count(left)} more clients, of which less is to be told.</p>" if left else ""
+    note = f"<p>{count(left)} more clients with fewer data.</p>" if left else ""
     rows = "".join(_member_row(one, federation, failed.get(one.client, {})) for one in shown)
     head = ("client", "examples", "held out", "counted", "did not count", "there", "machine")
     return table("Clients", "long", head, rows) + note
@@ -368,17 +370,13 @@ def fairness(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> str:
     if not metrics:
         return ""
     lead = (
-        "Models at the last evaluation on the data that each client has for measuring, which it "
-        "does not train on. Clients are in order "
-        "from the lowest value to the highest: the flatter a curve, the fairer the model. Each "
-        "client counts alike; a tenth of the clients is at the worst tenth (p10 among the curves) "
-        "or worse."
+        "Models at the last evaluation on each client’s held-out data, which are not used for "
+        "training. Clients are in order from the lowest value to the highest: the flatter a "
+        "curve, the fairer the model. Each client counts equally; a tenth of the clients is at "
+        "the worst tenth (p10 among the curves) or worse."
     )
     if any(f"personal-{metric}" in drawn for metric in metrics):
-        lead += (
-            " A client’s own model is the one its algorithm keeps for it, or the global one after "
-            "fine-tuning."
-        )
+        lead += " A client’s own model is its personal model, or the global one after fine-tuning."
     body = "".join(_fair(told, metric, drawn) for metric in metrics)
     body += "".join(map(_failures, told))
     return section("fairness", "Client by client", lead, f'<div class="pipeline">{body}</div>')
@@ -396,7 +394,7 @@ def _failures(one: FederationRun) -> str:
     if not said:
         return ""
     more = f"; and {len(said) - 5} more reasons" if len(said) > 5 else ""
-    text = f"{one.run.label}: could not measure: {'; '.join(said[:5])}{more}."
+    text = f"{one.run.label}: could not evaluate: {'; '.join(said[:5])}{more}."
     return f"<p>{escape(text)}</p>"
 
 

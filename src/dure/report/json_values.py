@@ -35,7 +35,7 @@ def whole_number(value: object) -> int:
     """Return a whole number. Raises ValueError for any other value."""
     found = number(value)
     if found is None or not found.is_integer():
-        raise ValueError(f"{value!r} is no whole number")
+        raise ValueError(f"{value!r} is not an integer")
     return int(found)
 
 

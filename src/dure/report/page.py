@@ -176,12 +176,12 @@ def _repeat(runs: Sequence[ReportedRun]) -> str:
     if not rows:
         return ""
     body = f"<dl>{''.join(rows)}</dl>"
-    return f"<details{opened}><summary>To run it again</summary>{body}</details>"
+    return f"<details{opened}><summary>Run it again</summary>{body}</details>"
 
 
 def _task(run: ReportedRun) -> str:
     task = mapping(run.config.get("task"))
-    return str(task.get("title") or task.get("name") or "a task made in Python")
+    return str(task.get("title") or task.get("name") or "a task created in Python")
 
 
 def _stop(run: ReportedRun) -> str | None:
@@ -265,11 +265,11 @@ def _time_bars(runs: Sequence[ReportedRun]) -> str:
     if not blocks:
         return ""
     lead = (
-        f"{legend(charts.CATEGORIES[:3])}One bar a worker, to the scale of its run; seconds and "
-        "shares at its right, the bytes that it sent (↑) and received (↓) below its name."
+        f"{legend(charts.CATEGORIES[:3])}One bar per worker, to the scale of its run; seconds and "
+        "shares on its right, the bytes that it sent (↑) and received (↓) below its name."
     )
     body = f'<div class="grid">{"".join(blocks)}</div>'
-    return section("time", "Where the time went", lead, body)
+    return section("time", "Time by activity", lead, body)
 
 
 def _time_row(name: str, worker: WorkerTime, longest: float) -> str:
@@ -328,8 +328,8 @@ def _timelines(runs: Sequence[ReportedRun], timelines: Sequence[dict[str, Any]])
         '<p class="aside" id="timeline-note" aria-live="polite"></p>'
     )
     lead = (
-        f"{legend(charts.CATEGORIES)}One lane a rank, thread, client or server, from the start of "
-        "the run."
+        f"{legend(charts.CATEGORIES)}One lane per rank, thread, client or server, from the start "
+        "of the run."
     )
     return section("timelines", "Timeline", lead, body)
 
@@ -338,9 +338,7 @@ def _partitions(partitions: Sequence[dict[str, Any]]) -> str:
     if not partitions:
         return ""
     figures = "".join(_partition_figure(place, one) for place, one in enumerate(partitions))
-    lead = (
-        "How the training examples lie with the clients: how many each has, and of which classes."
-    )
+    lead = "The distribution of training examples over clients: number and classes."
     return section("data-clients", "Data per client", lead, f'<div class="grid">{figures}</div>')
 
 

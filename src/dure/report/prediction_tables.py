@@ -90,10 +90,9 @@ def answers(runs: Sequence[ReportedRun]) -> str:
         for place, (_, run, _) in enumerate(told)
     )
     lead = (
-        "Which class the trained model, the best one where one was chosen, takes for which, of "
-        "the test data: a row is the class that "
-        "an example has, a column the one that the model says; colours are shares of the class. On "
-        "the diagonal the model is right."
+        "Confusion matrix of the trained model (the best one if one was chosen) on the test "
+        "data: a row is the class of an example, a column the predicted class; colours are "
+        "shares of the class. On the diagonal the model is right."
     )
     chart = (
         f'<div class="controls"><label>run <select id="answers-run">{options}</select></label>'
@@ -111,8 +110,8 @@ def _block(place: int, run: ReportedRun, told: PredictionSummary, opened: bool, 
     known = [one for one in recalls if one is not None]
     least = min(known, default=None)
     lines = "".join(_line(told, at, least) for at in range(len(told.classes)))
-    head = ("class", "examples", "recall", "precision", "F1", "most often taken for")
-    scores = table("Scores of classes", "long", head, lines, texts=["most often taken for"])
+    head = ("class", "examples", "recall", "precision", "F1", "most often confused with")
+    scores = table("Scores of classes", "long", head, lines, texts=["most often confused with"])
     part = f" The first {count(told.examples)} of {count(told.of)} test examples."
     note = part if told.examples < told.of else ""
     macro = sum(known) / len(known) if known else None
@@ -173,6 +172,6 @@ def _picture(told: PredictionSummary, one: ShownExample) -> str:
     label = escape(told.classes[one.label])
     said = escape(told.classes[one.said])
     right = one.label == one.said
-    words = label if right else f"{label} <b>taken for {said}</b>"
-    alt = f"Test example {one.example}: {label}, said {said}"
+    words = label if right else f"{label} <b>predicted {said}</b>"
+    alt = f"Test example {one.example}: {label}, predicted {said}"
     return f'<figure><img src="{one.picture}" alt="{alt}"><figcaption>{words}</figcaption></figure>'

@@ -54,7 +54,7 @@ def promises(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> str:
     )
     head = ("run", "epsilon", "delta", "of any", "against", "neighbouring data", "sampling")
     words = ("of any", "against", "neighbouring data", "sampling")
-    shown = [figure_of(FIGURE, "Epsilon as it was spent")] if FIGURE in drawn else []
+    shown = [figure_of(FIGURE, "Epsilon over the run")] if FIGURE in drawn else []
     body = table("Promises", "long", head, rows, texts=words) + grid(shown)
     return section("privacy", "Differential privacy", lead, f'<div class="pipeline">{body}</div>')
 

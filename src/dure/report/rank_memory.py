@@ -38,12 +38,12 @@ def rank_memory_section(runs: Sequence[ReportedRun]) -> str:
     )
     if any(_divides_layers(run) for _, run in told):
         lead += (
-            " In layers: seconds of a step in the collectives of divided layers, with the wait for "
-            "neighbours, and their share of the mean step. On the timeline they lie inside forward "
-            "and backward; as time they are communication, and no compute."
+            " In layers: seconds of a step in the collectives of divided layers, with the wait "
+            "for neighbours, and their share of the mean step. On the timeline they are inside "
+            "forward and backward; their time counts as communication, not as compute."
         )
     blocks = "".join(_block(index, run) for index, run in told)
-    return section("holdings", "What each rank holds", lead, blocks)
+    return section("holdings", "Memory of each rank", lead, blocks)
 
 
 def _divides_layers(run: ReportedRun) -> bool:

@@ -69,8 +69,8 @@ def run_folders(folders: Sequence[Path]) -> tuple[list[Path], dict[str, str]]:
         below, broken = _runs_below(folder)
         if not below and not broken:
             raise RunFolderError(
-                f"{folder} is not a run folder: it has no config.json; "
-                "give a folder that dure train or dure compare wrote"
+                f"{folder} is not a run folder: it has no config.json; give a folder written by "
+                "dure train or dure compare"
             )
         found.extend(below)
         failed.update(broken)
@@ -147,7 +147,7 @@ def _config(folder: Path, notes: list[str]) -> Mapping[str, Any]:
         notes.append(wrong)
     served = mapping(config.get("world")).get("name") == "network"
     if served and not lineage and (folder / "summary.json").is_file():
-        notes.append("nobody has signed this run: what its files say may have been changed")
+        notes.append("this run is not signed: its files may have been changed")
     return without_sums(config)
 
 

@@ -47,9 +47,9 @@ def over_seeds(runs: Sequence[ReportedRun]) -> str:
         f"</thead><tbody>{rows}</tbody></table></div>"
     )
     lead = (
-        "Runs of which the seed alone differs: the mean, the standard deviation, and below them "
-        "the interval that holds the mean of all seeds with a probability of 95 %. Two systems "
-        "whose intervals lie apart differ by more than their seeds."
+        "Runs that differ only in the seed: the mean, the standard deviation, and below them the "
+        "interval that holds the mean of all seeds with a probability of 95 %. Two systems whose "
+        "intervals do not overlap differ by more than their seeds."
     )
     return section("over-seeds", "Over seeds", lead, body)
 

@@ -228,4 +228,4 @@ def _owners(servers: ParameterServerFacts) -> str:
     left = len(servers.shards) - SHARDS
     note = f'<p class="aside">{count(left)} more shards are left out.</p>' if left > 0 else ""
     head = ("shard", "owned by", "keys", "weights")
-    return table("Who owns what", "narrow", head, rows, texts=["owned by"]) + note
+    return table("Owners of the weights", "narrow", head, rows, texts=["owned by"]) + note

@@ -23,7 +23,7 @@ _KINDS = {
     "Handed": ("head, from client to client", "across"),
     "Sealed": ("head, sealed, by way of the server", "up, down"),
     "Query": ("values to be measured", "up"),
-    "Answer": ("what comes of them", "down"),
+    "Answer": ("their results", "down"),
     "Final": ("head, at the end", "down"),
 }
 """Messages by the name of their class, in the order of a step, with their direction."""
@@ -60,9 +60,9 @@ def _block(place: int, run: ReportedRun, divided: SplitFacts, drawn: Mapping[str
         name = f"{key}-{place}"
         return figure_of(name, heading, note) if name in drawn else ""
 
-    waits = "Where a lane is empty, it waits. What takes no time is a mark."
+    waits = "Where a lane is empty, it waits. An event that takes no time is a mark."
     first = figure("steps", "The first steps", f"Of the first round. {waits}")
-    kept = "" if len(divided.newest) < _KEPT else " Its beginning, as far as the account goes."
+    kept = "" if len(divided.newest) < _KEPT else " Only its recorded beginning."
     newest = figure("round", f"Round {divided.round + 1}", f"The newest one.{kept}")
     return (
         f'<div class="pipeline"><h3>{swatch(place)}<span>{escape(run.label)}</span></h3>'
@@ -82,7 +82,7 @@ def _facts(run: ReportedRun, divided: SplitFacts) -> str:
     if clients:
         said.append(plural(len(clients), "client"))
     if len(divided.shares) > 2:
-        said.append("labels stay with them")
+        said.append("labels stay with the clients")
     everyone = _together(clients)
     if everyone.total:
         computed, sent, waited = (

@@ -42,7 +42,9 @@ def split_leakage_section(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]
         for meter in LEAKS
         if f"trade-{meter}" in drawn
     ]
-    return section("leaks", "Who could learn what", lead, _table(told) + grid(figures + trades))
+    return section(
+        "leaks", "What each participant could learn", lead, _table(told) + grid(figures + trades)
+    )
 
 
 def _table(told: Sequence[tuple[int, ReportedRun]]) -> str:
@@ -59,8 +61,10 @@ def _table(told: Sequence[tuple[int, ReportedRun]]) -> str:
             f'<td class="text">{escape(run.leakage.defence)}</td>'
             f'<td class="text said">{escape(run.leakage.exposure)}</td>{cells}</tr>'
         )
-    head = ("run", "defence", "who could learn what", *(_SHORT[key] for key in shown))
-    return table("Exposure", "long", head, rows, texts=["defence", "who could learn what"])
+    head = ("run", "defence", "what each participant could learn", *(_SHORT[key] for key in shown))
+    return table(
+        "Exposure", "long", head, rows, texts=["defence", "what each participant could learn"]
+    )
 
 
 def _measured(run: ReportedRun) -> Mapping[str, float]:

@@ -104,8 +104,8 @@ def _about(run: ReportedRun) -> list[str]:
         told.append(f"{plural(len(left), 'client')} missing at the end, named below")
     if run.result.mean_of is not None:
         told.append(
-            f"measured is the mean of {run.result.mean_of}, a model that nobody has: its "
-            f"metrics are not compared"
+            f"the metrics are of the mean of {run.result.mean_of}, a model that no client has: "
+            "they are not compared"
         )
     return told
 
@@ -119,7 +119,7 @@ def _baseline(runs: Sequence[ReportedRun]) -> str:
     }
     if not told:
         return ""
-    return f" Always saying the most frequent class reaches {escape(', '.join(sorted(told)))}."
+    return f" Always predicting the most frequent class reaches {escape(', '.join(sorted(told)))}."
 
 
 _FILTER = (
@@ -216,13 +216,13 @@ def clock_columns(runs: Sequence[ReportedRun]) -> list[TableColumn]:
     if len(simulated) < len(runs):
         columns += [
             _time_column("time", lambda run: None if is_simulated(run) else run.result.seconds, -1),
-            _share_column("where it went", simulated=False),
+            _share_column("time by activity", simulated=False),
             _idle_column("idle (over busy)", simulated=False),
         ]
     if simulated:
         columns += [
             _time_column("virtual time", lambda run: virtual_seconds(run), -1),
-            _share_column("where virtual time went", simulated=True),
+            _share_column("virtual time by activity", simulated=True),
             _idle_column("virtually idle (over busy)", simulated=True),
             _time_column(
                 "simulated in", lambda run: run.result.seconds if is_simulated(run) else None, 0

@@ -114,7 +114,7 @@ def _asides(audit: AuditReport) -> list[str]:
         )
     if audit.sums_only:
         lines.append(
-            "The server of this run had sums alone: what is said of 1 update was kept from it."
+            "The server of this run received only sums: it could not see the results for 1 update."
         )
     told = audit.canaries
     if {"right", "guessed", "epsilon_at_least", "delta"} <= told.keys():
@@ -125,7 +125,7 @@ def _asides(audit: AuditReport) -> list[str]:
         )
     if {"epsilon", "delta"} <= audit.promised.keys():
         lines.append(
-            f"The accountant of this run promises an epsilon of at most "
+            "The accountant of this run guarantees an epsilon of at most "
             f"{audit.promised['epsilon']:.3g} at delta {audit.promised['delta']:g}."
         )
     return lines
@@ -140,7 +140,7 @@ def _pictures(audit: AuditReport) -> str:
 def _strip(row: AttackReport) -> str:
     of = "1 update" if row.sum == 1 else f"{count(row.sum)} updates"
     words = f"{row.attack}, {of}, {row.change}"
-    what = f"Originals above, and what {words} gave of them below"
+    what = f"Originals above, and reconstructions by {words} below"
     return (
         f"<figure><figcaption><h4>{escape(words)}</h4></figcaption>"
         f'<img src="{row.picture}" alt="{escape(what)}" style="max-width:100%"></figure>'

@@ -144,7 +144,7 @@ def id_texts(ids: Iterable[Any]) -> list[str]:
     if len(set(texts)) < len(texts):
         seen: set[str] = set()
         twice = next(text for text in texts if text in seen or seen.add(text))  # type: ignore[func-returns-value]
-        raise ValueError(f"the id {twice!r} is there twice: an id names one person")
+        raise ValueError(f"the id {twice!r} occurs twice: each person needs a unique id")
     return texts
 
 
@@ -241,15 +241,15 @@ class PeerPoints:
         """
         given = points_of(self.sender, points)
         if self.total is not None and total != self.total:
-            raise ValueError(f"{self.sender} says that it has {self.total} ids, and then {total}")
+            raise ValueError(f"{self.sender} announced {self.total} ids, and then {total}")
         if not 1 <= total <= self.most:
-            raise ValueError(f"{self.sender} has {total} ids, and may have 1 to {self.most}")
+            raise ValueError(f"{self.sender} has {total} ids, but has to have 1 to {self.most}")
         if first < 0 or not given or first + len(given) > total:
             raise ValueError(
                 f"{self.sender} sends points {first} to {first + len(given)} of {total}"
             )
         if len(set(given)) < len(given):
-            raise ValueError(f"{self.sender} sends a point twice: an id names one person")
+            raise ValueError(f"{self.sender} sends a point twice: each person needs a unique id")
         new = {place: one for place, one in enumerate(given, first) if self._is_new(place, one)}
         check_points(self.sender, list(new.values()))
         self.total = total
@@ -258,9 +258,9 @@ class PeerPoints:
 
     def _is_new(self, place: int, point: bytes) -> bool:
         if point in self.refused:
-            raise ValueError(f"{self.sender} sends a point back as it was sent to it")
+            raise ValueError(f"{self.sender} returns a point unchanged")
         if self._places.get(point, place) != place:
-            raise ValueError(f"{self.sender} sends a point twice: an id names one person")
+            raise ValueError(f"{self.sender} sends a point twice: each person needs a unique id")
         if self._at.get(place, point) != point:
             raise ValueError(f"{self.sender} sends two points for place {place}")
         return place not in self._at
@@ -284,7 +284,7 @@ class _Side:
     def __init__(self, name: str, ids: Sequence[Any], secret: bytes, most: int, asks: Asks) -> None:
         texts = id_texts(ids)
         if not texts:
-            raise ValueError(f"{name} has no ids: there is nobody to align")
+            raise ValueError(f"{name} has no ids to align")
         self.name = name
         self.exponent = SecretScalar(secret)
         self.most = most
@@ -362,7 +362,7 @@ class AlignedParty(_Side):
         if sender == self.holder and isinstance(message, Common):
             self._place(message.places)
             return []
-        raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
+        raise ValueError(f"{self.name} cannot process a {type(message).__name__} from {sender}")
 
     def _take(self, message: Blinded) -> list[Envelope]:
         self._theirs.take(message.first, message.total, message.points)
@@ -379,7 +379,7 @@ class AlignedParty(_Side):
 
     def _place(self, places: Tensor) -> None:
         if not self._answered or self.rows is not None:
-            raise ValueError(f"{self.holder} says who is with all, and it is not due")
+            raise ValueError(f"{self.holder} sends the common ids too early")
         if places.dtype != torch.int64 or places.ndim != 1 or not len(places) > 0:
             raise ValueError(
                 f"{self.holder} sends places as {places.dtype} of shape {list(places.shape)}, but "
@@ -387,7 +387,9 @@ class AlignedParty(_Side):
             )
         listed = places.tolist()
         if len(set(listed)) < len(listed) or not all(0 <= p < len(self._sent) for p in listed):
-            raise ValueError(f"{self.holder} names places that {self.name} does not have, or twice")
+            raise ValueError(
+                f"{self.holder} sends places that {self.name} does not have, or sends them twice"
+            )
         self.rows = [self._sent[place] for place in listed]
 
 
@@ -448,7 +450,7 @@ class AlignedHolder(_Side):
         Raises ValueError for an invalid message, and NobodyError if no id is known to all parties.
         """
         if sender not in self.parties or not isinstance(message, Blinded | DoubleBlinded):
-            raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
+            raise ValueError(f"{self.name} cannot process a {type(message).__name__} from {sender}")
         if isinstance(message, Blinded):
             self._theirs[sender].take(message.first, message.total, message.points)
             # Raise the points at once, so that an error is attributed to this party.
@@ -471,7 +473,7 @@ class AlignedHolder(_Side):
             common &= {place for place, point in enumerate(mine[name]) if point in theirs[name]}
         if not common:
             raise EmptyIntersectionError(
-                "nobody is with all parties: look whether they write ids in the same way"
+                "no id is common to all parties: check whether they write ids in the same way"
             )
         # Neither the order of ids in storage, which may be by label, nor the order of the points.
         order = sorted(common, key=lambda place: self._drawn(self._sent[place]))
@@ -490,7 +492,7 @@ def check_points(sender: str, points: Sequence[bytes]) -> None:
     """Raise ValueError for points that no id has: not on the curve, or of small order."""
     numbers = [int.from_bytes(point, "little") for point in points]
     if any(u >= _PRIME for u in numbers):
-        raise ValueError(f"{sender} sends a point that is no number below 2^255 - 19")
+        raise ValueError(f"{sender} sends a point that is not a number below 2^255 - 19")
     if not SMALL_ORDER.isdisjoint(numbers):
         raise ValueError(f"{sender} sends {_SMALL}")
     if not _are_squares([u * (u * (u + _A) + 1) % _PRIME for u in numbers]):

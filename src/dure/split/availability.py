@@ -83,7 +83,7 @@ class AvailabilityTracker:
         )
         if first == math.inf:
             raise TooFewClientsError(
-                f"no client will be there again after {now:g} seconds: by the availability "
+                f"no client is available after {now:g} seconds: by the availability "
                 f"{self.conditions.availability} all have left for the last time"
             )
         return first
@@ -199,8 +199,8 @@ class AvailabilityTracker:
         self._resumes = self._next(name, now)
         if self._resumes == math.inf:
             raise TooFewClientsError(
-                f"{name} has the newest head, and will not be there again after {now:g} seconds: "
-                f"have heads handed on through the server (handover=server)"
+                f"{name} has the newest head, but is not available after {now:g} seconds: send "
+                "heads through the server (handover=server)"
             )
         return []
 

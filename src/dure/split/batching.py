@@ -118,12 +118,12 @@ def _dims(
         if len(grown) > 1 or (grown and other.shape[grown[0]] * few != one.shape[grown[0]] * many):
             raise ValueError(
                 f"a value at the cut has the shape {list(one.shape)} for {few} examples and "
-                f"{list(other.shape)} for {many}: batches of several clients cannot be one batch"
+                f"{list(other.shape)} for {many}: batches of several clients cannot be joined"
             )
         if not grown and one.differentiable:
             raise ValueError(
                 f"a value at the cut, of shape {list(one.shape)}, belongs to a whole batch, so "
-                f"batches of several clients cannot be one: cut the model elsewhere"
+                "batches of several clients cannot be joined: cut the model elsewhere"
             )
         found.append(grown[0] if grown else None)
     return found
@@ -135,6 +135,6 @@ def _cat(values: Sequence[Tensor], dim: int | None) -> Tensor:
     if any(not torch.equal(values[0], other) for other in values[1:]):
         raise ValueError(
             "a value at the cut that no dimension of examples has differs between clients: their "
-            "batches cannot be one batch"
+            "batches cannot be joined"
         )
     return values[0]

@@ -33,7 +33,7 @@ GROWTH = 1e6
 FARTHEST = 1e30
 """Maximum absolute value of a buffer's element, such as a variance of batch norm."""
 
-ADVICE = "lower the learning rate, or look for bad values in the data"
+ADVICE = "lower the learning rate, or look for invalid values in the data"
 
 
 class InvalidMessageError(ValueError):
@@ -84,7 +84,7 @@ def check_size(what: str, tensors: Iterable[Tensor | None], most: float) -> None
     size = largest(tensors)
     if not size <= most:
         raise ExcessiveValueError(
-            f"{what} become as large as {size:g}, and training keeps below {most:g}"
+            f"{what} become as large as {size:g}, but have to stay below {most:g}"
         )
 
 

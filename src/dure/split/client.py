@@ -170,7 +170,7 @@ class SplitClient:
         if isinstance(message, Pass):
             head = self.after(message.since).own
             return [(message.to, HeadHandover(message.turn, copied(head)))]
-        raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
+        raise ValueError(f"{self.name} cannot process a {type(message).__name__} from {sender}")
 
     # A turn
 
@@ -203,8 +203,8 @@ class SplitClient:
         """Return the state after a turn. Raises StateError for a turn whose state is not saved."""
         if turn not in self.kept:
             raise StateError(
-                f"{self.name} does not have what it knew after turn {turn}, which the server "
-                f"counts: start it with the --state folder that it had then"
+                f"{self.name} does not have its state after turn {turn}, which the server "
+                "expects: start it with its former --state folder"
             )
         return self.kept[turn]
 

@@ -168,8 +168,8 @@ class TopKCoder:
         length = split + len(rows) * self.count * self.place.itemsize
         if sent.dtype != torch.uint8 or sent.shape != (length,):
             raise ValueError(
-                f"{examples} examples are {length} bytes of top-k, and not {sent.dtype} of shape "
-                f"{list(sent.shape)}"
+                f"{examples} examples have to be {length} bytes of top-k, not {sent.dtype} of "
+                f"shape {list(sent.shape)}"
             )
         # Cloned, since a view of another dtype needs aligned memory.
         values = sent[:split].clone().view(rows.dtype).view(shape)
@@ -191,12 +191,12 @@ class TopKCoder:
 
     def read_back(self, sent: Tensor, examples: int) -> Tensor:
         if self._places is None:
-            raise ValueError("no values were sent to which these gradients could belong")
+            raise ValueError("these gradients do not belong to any values that were sent")
         rows = self.crossed.rows(examples)
         if sent.dtype != rows.dtype or sent.shape != self._places.shape:
             raise ValueError(
-                f"gradients at the places of top-k are {rows.dtype} of shape "
-                f"{list(self._places.shape)}, and not {sent.dtype} of shape {list(sent.shape)}"
+                f"gradients at the places of top-k have to be {rows.dtype} of shape "
+                f"{list(self._places.shape)}, not {sent.dtype} of shape {list(sent.shape)}"
             )
         return self._spread(sent, self._places, examples)
 

@@ -53,8 +53,8 @@ def check_compression(compression: Compression) -> None:
     """Raise ValueError for a compression that does not apply to values at a cut."""
     if not isinstance(compression, NoCompression | Cast | Int8 | TopK):
         raise ValueError(
-            f"compression is {compression}, but at a cut there are none, bfloat16, float16, int8 "
-            f"and top-k"
+            f"compression is {compression}, but a cut supports none, bfloat16, float16, int8 and "
+            "top-k"
         )
 
 
@@ -66,8 +66,8 @@ def cuts_of(cut: CutModel, training: bool = True) -> list[CutShapes]:
     cuts = [_cut(cut, boundary, training) for boundary in range(cut.stages - 1)]
     if not any(value is not None for values in cuts for value in values):
         raise ValueError(
-            "nothing that crosses the cut has a gradient, and all of it would travel as it is: "
-            "leave compression out, or let the head learn"
+            "no tensor at the cut has a gradient, so nothing would be compressed: leave "
+            "compression out, or use a head with trainable parameters"
         )
     return cuts
 
@@ -164,7 +164,7 @@ class CutCompression:
             values = self._read(coders, message.values, back)
         except ValueError as error:
             raise ValueError(
-                f"{sender} sends {type(message).__name__} that cannot be read: {error}"
+                f"{sender} sends {type(message).__name__} that cannot be decoded: {error}"
             ) from error
         for one, value in zip(coders, values, strict=True):
             if one is not None and bool(value.isnan().any()):
@@ -192,7 +192,7 @@ class CutCompression:
 
     def _read(self, coders: Coders, sent: Sequence[Tensor], back: bool) -> tuple[Tensor, ...]:
         if len(sent) != len(coders):
-            raise ValueError(f"there are {len(sent)} values, and {len(coders)} cross here")
+            raise ValueError(f"there are {len(sent)} values, but {len(coders)} cross the cut")
         if not 0 < self._examples <= _MOST_EXAMPLES:
             raise ValueError(f"the batch has {self._examples} examples")
         return tuple(self._value(one, each, back) for one, each in zip(coders, sent, strict=True))

@@ -24,8 +24,8 @@ The engine is not supported either: each client computes on its own, step by ste
 """
 
 LABELS_APART = (
-    "labels are kept from a side of the model, and a model that computes its own loss is given "
-    "them: give a loss"
+    "a model that computes its own loss receives the labels, but split learning separates the "
+    "labels from a side of the model: give a loss"
 )
 
 
@@ -42,5 +42,5 @@ def check_conditions(conditions: Conditions, without: Collection[str]) -> None:
     for name in unknown:
         if getattr(conditions, name) != getattr(ideal, name):
             raise ValueError(
-                f"split learning is simulated without {name.replace('_', ' ')}: leave it out"
+                f"simulated split learning does not support {name.replace('_', ' ')}: leave it out"
             )

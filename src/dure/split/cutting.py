@@ -173,8 +173,8 @@ def check_at(at: Sequence[str]) -> None:
     """Raise ValueError unless there are one or two cuts."""
     if len(at) not in (1, 2):
         raise ValueError(
-            f"cut names {len(at)} places, but a model is cut once, or twice where its end stays "
-            f"with the client: give a module's name or a number of layers, or two of them"
+            f"cut names {len(at)} places, but a model is cut once, or twice if its end stays with "
+            "the client: give a module's name or a number of layers, or two of them"
         )
 
 
@@ -205,8 +205,8 @@ def starts_of(trace: ModelTrace, at: Sequence[str]) -> list[int]:
     ]
     if len(starts) == 2 and starts[0] >= starts[1]:
         raise ValueError(
-            f"the second cut, at {at[1]}, does not lie behind the first, at {at[0]}: the server "
-            f"would have nothing"
+            f"the second cut, at {at[1]}, is not after the first, at {at[0]}: the server would "
+            "have no layers"
         )
     return starts
 
@@ -214,7 +214,9 @@ def starts_of(trace: ModelTrace, at: Sequence[str]) -> list[int]:
 def _after_layers(trace: ModelTrace, count: int) -> int:
     """Return the index at which the layer after the first `count` layers with weights begins."""
     if count < 1:
-        raise ValueError(f"the model cannot be cut after {count} layers: the head has one at least")
+        raise ValueError(
+            f"the model cannot be cut after {count} layers: the head needs at least one"
+        )
     layers: list[str] = []
     for place, node in enumerate(trace.stage_operations):
         weights = any(source in trace.names for source in trace.attributes(node))
@@ -234,20 +236,20 @@ def _check_apart(cut: CutModel) -> None:
         server = [stage for stage in stages if stage == 1]
         if server and len(stages) > 1:
             raise ValueError(
-                f"{name} is used on both sides of the cut, and each side has weights of its own: "
-                f"cut the model elsewhere"
+                f"{name} is used on both sides of the cut, but each side has its own weights: cut "
+                "the model elsewhere"
             )
     homes = cut.homes(cut.examples, True)
     stream = RandomStream(0, carried=False)
     if program(cut.reference, homes, stages=cut.stages, stage=1, stream=stream).inputs:
         raise ValueError(
-            "the server's part reads the examples themselves, which stay with the client: cut the "
-            "model behind all that reads them, or give values on as outputs of the head"
+            "the server's part reads the examples, which stay with the client: cut the model "
+            "after all layers that read them, or return the values from the head"
         )
     if cut.changed:
         raise ValueError(
-            f"{cut.changed[0]} changes in a forward pass (as by max_norm), and clients would go "
-            f"apart: leave that out"
+            f"{cut.changed[0]} changes in a forward pass (as by max_norm), so clients would "
+            "diverge: leave that out"
         )
 
 

@@ -52,7 +52,7 @@ def end_of(run: Run | str | Path, task: Task) -> ModelPart:
     """
     cut = _cut(run, task)
     if cut.stages < 3:
-        raise ValueError("the model was cut once, and its end is the tail: take tail_of")
+        raise ValueError("the model was cut once, and its end is the tail: use tail_of")
     return ModelPart(cut, 2)
 
 
@@ -63,7 +63,7 @@ def _cut(run: Run | str | Path, task: Task) -> CutModel:
     facts = run.summary.get("facts") or [{}]
     told = facts[0].get("split")
     if told is None:
-        raise ValueError("no system of split learning has trained this run: its model is not cut")
+        raise ValueError("this run was not trained by split learning: its model is not cut")
     # A copy, since traces refer to a model's own tensors.
     model = seeded_model(task, 0)
     model.load_state_dict(run.model.state_dict())
@@ -118,7 +118,7 @@ def _check_shapes(given: Sequence[Any], shapes: Sequence[torch.Size | None]) -> 
     for one, shape in zip(given, shapes, strict=False):
         if shape is not None and one.shape != shape:
             raise ValueError(
-                f"examples have the shape {list(one.shape[1:])}, and the head was cut for "
+                f"examples have the shape {list(one.shape[1:])}, but the head was cut for "
                 f"{list(shape[1:])}"
             )
 
@@ -135,7 +135,7 @@ def _counted_by(cut: CutModel, number: int) -> tuple[int, int, int]:
     for place, one in enumerate(crossings(cut, number - 1)):
         if one.dim is not None:
             return place, one.dim, program.received[place].shape[one.dim] // cut.examples
-    raise ValueError("no value at the cut counts examples")
+    raise ValueError("no value at the cut has a dimension of examples")
 
 
 def _put(into: nn.Module, name: str, tensor: Tensor) -> None:

@@ -65,7 +65,7 @@ class GradientBound:
         try:
             check_gradient_forms(what, values, wanted)
         except InvalidMessageError as error:
-            raise ReceivedError(f"{sender} sends gradients that cannot be: {error}") from error
+            raise ReceivedError(f"{sender} sends invalid gradients: {error}") from error
         self._check_norm(sender, what, norm_of(values))
 
     def _check_norm(self, sender: str, what: str, norm: float) -> None:
@@ -76,8 +76,8 @@ class GradientBound:
             bound = FACTOR * self._before
         if bound is not None and norm > bound:
             raise ReceivedError(
-                f"{sender} sends {what} of norm {norm:.3g}, and at most {bound:.3g} is taken: "
-                f"lower the learning rate, or set largest_gradient in policy.toml"
+                f"{sender} sends {what} of norm {norm:.3g}, but at most {bound:.3g} is accepted: "
+                "lower the learning rate, or set largest_gradient in policy.toml"
             )
         self._came += 1
         self._before = max(self._before, norm)

@@ -163,11 +163,11 @@ class HeadChecks:
     def _check_remembered(self, own: SideState) -> None:
         if len(own.optimizer) != len(own.weights):
             raise InvalidMessageError(
-                f"the optimizer's state is of {len(own.optimizer)} weights, and the head has "
+                f"the optimizer's state has {len(own.optimizer)} weights, but the head has "
                 f"{len(own.weights)}"
             )
         if self._forgets and any((*own.optimizer, *(own.groups or ()), own.shared)):
-            raise InvalidMessageError("the optimizer's state came, and it ends with the round")
+            raise InvalidMessageError("the optimizer's state was sent, but it ends with the round")
         if not self._tried:
             assert self._side is not None
             self._tried = True
@@ -184,15 +184,15 @@ class HeadChecks:
             changes = self._side is not None and (known is None or known.changes)
             if changes and not self._forgets:
                 raise InvalidMessageError(
-                    "the settings that steps of the optimizer change did not come: it was sent by "
-                    "an earlier version of dure"
+                    "the settings that steps of the optimizer change are missing: the sender "
+                    "uses an earlier version of dure"
                 )
         elif own.groups or any(own.optimizer):
             if self._groups is None:
                 self._groups = len(own.groups)
             if len(own.groups) != self._groups:
                 raise InvalidMessageError(
-                    f"the optimizer has {len(own.groups)} parameter groups, and has to have "
+                    f"the optimizer has {len(own.groups)} parameter groups, but has to have "
                     f"{self._groups}"
                 )
         for place, group in enumerate(own.groups or ()):
@@ -203,7 +203,7 @@ class HeadChecks:
         like = None if self._remembered is None else self._remembered.weights[place]
         if like is not None and state.keys() != like.keys():
             raise InvalidMessageError(
-                f"the optimizer remembers {', '.join(sorted(state))[:100]}, and has to remember "
+                f"the optimizer's state has {', '.join(sorted(state))[:100]}, but has to have "
                 f"{', '.join(sorted(like)) or 'nothing'}"
             )
         for name, value in state.items():
@@ -227,7 +227,7 @@ def _check_named(values: Mapping[str, Any], known: Mapping[str, Any] | None) -> 
     if unknown or len(values) > MOST_NAMES:
         named = ", ".join(name[:40] for name in (unknown or sorted(values))[:5])
         raise InvalidMessageError(
-            f"the optimizer has changed {named}, and does not change that here"
+            f"the optimizer has changed {named}, but does not change that here"
         )
     leaves = tree_leaves(dict(values))
     if known is None and any(isinstance(one, str) for one in leaves):
@@ -249,7 +249,7 @@ def _check_like(name: str, value: Any, like: Any) -> None:
     elif isinstance(value, list | tuple) and isinstance(like, list | tuple):
         if len(value) != len(like):
             raise InvalidMessageError(
-                f"the optimizer's setting {name} has {len(value)} values, and has to have "
+                f"the optimizer's setting {name} has {len(value)} values, but has to have "
                 f"{len(like)}"
             )
         for one, other in zip(value, like, strict=True):

@@ -94,7 +94,7 @@ class SequentialOrder(TurnOrder):
 
     def came(self, sender: str, message: Smashed) -> None:
         if sender != client(self._at) or self.over:
-            raise ValueError(f"{sender} sends values, and it is not its turn")
+            raise ValueError(f"{sender} sends values, but it is not its turn")
         self._waiting = message
 
     def ready(self) -> tuple[Sequence[str], Sequence[Smashed], int] | None:
@@ -144,7 +144,7 @@ class SplitLearning(Split):
     def check(self, task: Task, workers: int | None) -> None:
         super().check(task, workers)
         if self.handover not in ("peer", "server"):
-            raise ValueError(f"handover is {self.handover!r}, but it is peer or server")
+            raise ValueError(f"handover is {self.handover!r}, but it has to be peer or server")
 
     def rules(self) -> Rules:
         hands = self.handover == "peer" and not self.personal_heads

@@ -96,11 +96,11 @@ class DueMessages:
     def check(self, sender: str, message: Message) -> None:
         """Raise ValueError for a message of a client's turn that is not due."""
         if not isinstance(message, FromClient):
-            raise ValueError(f"the server is told {type(message).__name__} by {sender}")
+            raise ValueError(f"the server cannot process a {type(message).__name__} from {sender}")
         due = self._due.get(sender)
         given = DueMessage(type(message), getattr(message, "step", -1))
         if due is None or due.kind is not given.kind or (due.kind is not Ended and due != given):
-            raise ValueError(f"{_said(message)} came, and {due or 'nothing'} is due")
+            raise ValueError(f"received {_said(message)}, but expected {due or 'nothing'}")
 
     def take(self, sender: str, message: Message) -> None:
         """Accept a message that is due; the client now waits. Raises the errors of `check`."""

@@ -79,8 +79,8 @@ class ChangedSettings:
         if not is_portable(value):
             raise ValueError(
                 f"{type(self.optimizer).__name__} changes its setting {name}, which is a "
-                f"{type(value).__name__}: it can neither be saved nor sent with what a side of the "
-                f"cut has learned; keep numbers, texts, tensors, or lists and dicts of them there"
+                f"{type(value).__name__}: it can neither be saved nor sent with the state of its "
+                "side of the cut; use numbers, texts, tensors, or lists and dicts of them"
             )
         return value
 
@@ -99,7 +99,7 @@ def stepped_copy(
     ValueError for an optimizer with step hooks, because a copy has no hooks.
     """
     if has_step_hooks(optimizer):
-        raise ValueError(f"somebody listens to the steps of {type(optimizer).__name__}")
+        raise ValueError(f"{type(optimizer).__name__} has step hooks")
     settings = [one for group in optimizer.param_groups for one in group.values()]
     # Functions and other objects are shared, not copied.
     copies: dict[int, Any] = {id(one): one for one in settings if not is_portable(one)}
@@ -140,8 +140,8 @@ def shared_of(optimizer: Optimizer) -> dict[str, Any]:
         if not isinstance(key, str):
             raise ValueError(
                 f"{type(optimizer).__name__} keeps state under {key!r}, which is neither a "
-                f"parameter nor a name: it can neither be saved nor sent with what a side of the "
-                f"cut has learned"
+                "parameter nor a name: it can neither be saved nor sent with the state of its "
+                "side of the cut"
             )
     return shared
 

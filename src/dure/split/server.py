@@ -243,7 +243,7 @@ class TailServer:
             if self.keeps and sender not in self.order.turns:
                 self.keep()
             return [*said, *self._go_on(now)]
-        raise ValueError(f"the server is told {type(message).__name__} by {sender}")
+        raise ValueError(f"the server cannot process a {type(message).__name__} from {sender}")
 
     def awaited(self) -> list[str]:
         """Return the clients whose messages are awaited."""
@@ -456,6 +456,6 @@ def _joined(leaves: Sequence[Any]) -> Any:
     if all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
         return torch.cat(list(leaves))
     raise ValueError(
-        "targets of several clients make one batch, and have to be tensors whose first dimension "
-        "is the example"
+        "targets of several clients are joined into one batch, so they have to be tensors whose "
+        "first dimension is the example"
     )

@@ -186,9 +186,9 @@ class Side:
         """
         if own.groups is None and self.changes_settings:
             raise RunFolderError(
-                f"the run was saved by an earlier version of dure, which did not keep the settings "
-                f"that {type(self.optimizer).__name__} changes in its parameter groups: begin "
-                f"the run anew"
+                "the run was saved by an earlier version of dure, without the settings that "
+                f"{type(self.optimizer).__name__} changes in its parameter groups: start the run "
+                "again"
             )
 
     @cached_property

@@ -86,7 +86,9 @@ class SplitFedOrder(TurnOrder):
 
     def came(self, sender: str, message: Smashed) -> None:
         if sender in self._waiting or sender in self._heads:
-            raise ValueError(f"{sender} sends values, and has had no answer to those before")
+            raise ValueError(
+                f"{sender} sends values before it has received an answer to the previous ones"
+            )
         self._waiting[sender] = message
 
     def ready(self) -> tuple[Sequence[str], Sequence[Smashed], int] | None:
@@ -192,7 +194,7 @@ class SplitFed(Split):
     def check(self, task: Task, workers: int | None) -> None:
         super().check(task, workers)
         if self.version not in (1, 2):
-            raise ValueError(f"version is {self.version}, but SplitFed has the versions 1 and 2")
+            raise ValueError(f"version is {self.version}, but it has to be 1 or 2")
 
     def rules(self) -> Rules:
         returns = not self.personal_heads

@@ -70,10 +70,10 @@ if TYPE_CHECKING:
 
 
 CANNOT: Mapping[Part, str] = {
-    "clip_norm": "the norm is of the whole gradient, and each side of the cut has its part alone",
-    "precision": "what crosses the cut is in the precision of the weights",
+    "clip_norm": "the norm needs the whole gradient, but each side of the cut has only its part",
+    "precision": "values and gradients at the cut have the precision of the weights",
     "ema": "no side has the whole model to average",
-    "compile": "no side calls the whole model that a compiler would have",
+    "compile": "no side calls the whole model, which would be compiled",
 }
 """Parts of a task that a divided model does not support, with the reasons."""
 
@@ -152,7 +152,8 @@ class Split(Strategy):
         """Number of clients. Raises ValueError if it is unknown without the clients' data."""
         if self.clients is None:
             raise ValueError(
-                "clients is not given, and the data here have no keys that say how many there are"
+                "the number of clients is missing, and the data have no keys that define it: "
+                "give clients"
             )
         return self.clients
 
@@ -184,8 +185,8 @@ class Split(Strategy):
         at = cut_of(task)
         if self.cut and self.cut != at:
             raise ValueError(
-                f"cut is {' '.join(self.cut)}, but the task is of two files, which say where the "
-                f"model is cut: leave cut out"
+                f"cut is {' '.join(self.cut)}, but the task has two files, which already divide "
+                "the model: leave cut out"
             )
         return replace(self, cut=at)
 
@@ -221,7 +222,7 @@ class Split(Strategy):
     def check(self, task: Task, workers: int | None) -> None:
         if isinstance(task, PARTS) and task.unfreeze is not None:
             raise ValueError(
-                "unfreeze names parameters of a whole model, and the task is of two files: freeze "
+                "unfreeze names parameters of a whole model, but the task has two files: freeze "
                 "them there (requires_grad_(False)), or leave it out"
             )
         self.of(task)._check(task)
@@ -231,15 +232,13 @@ class Split(Strategy):
         check_batch_size(self.batch_size)
         for name, value in (("clients", self.clients), ("local_epochs", self.local_epochs)):
             if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, but it is 1 at least")
+                raise ValueError(f"{name} is {value}, but it has to be 1 or more")
         if not 0 <= self.held_out < 1:
-            raise ValueError(
-                f"held_out is {self.held_out}, but a share of each client's data is in [0, 1)"
-            )
+            raise ValueError(f"held_out is {self.held_out}, but it has to be in [0, 1)")
         if self.held_out and not self.personal_heads:
             raise ValueError(
-                "held_out measures models with heads of clients' own, and all have one head: give "
-                "personal_heads too"
+                "held_out evaluates models with personal heads, but all clients share one head: "
+                "give personal_heads too"
             )
         # The server of a network may have no data.
         if len(task.train):
@@ -252,8 +251,8 @@ class Split(Strategy):
         for name in ("personal_heads", "held_out", "measure_leaks"):
             if world.serves and getattr(self, name):
                 raise ValueError(
-                    f"{name} is for simulations, in which all heads and labels are at hand: leave "
-                    f"it out over a network"
+                    f"{name} is for simulations, where all heads and labels are available: leave "
+                    "it out over a network"
                 )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
@@ -270,8 +269,8 @@ class Split(Strategy):
         if self.compression.compresses:
             raise ValueError(
                 f"compression is {self.compression}, which needs a model that is cut by tracing, "
-                f"and the task is of two files: leave compression out, or let the head give fewer "
-                f"numbers"
+                "but the task has two files: leave compression out, or let the head return fewer "
+                "numbers"
             )
         twin = unused_copy(model, task, 0)
         assert isinstance(twin, ModelParts)
@@ -292,8 +291,8 @@ class Split(Strategy):
         train, _ = examples_for(task)
         if self.labels_stay and self.rules().sums and CountedLoss(task.loss, train).is_late:
             raise ValueError(
-                "the loss tells what it counts only when it is computed, and clients with the end "
-                "of the model have to know their shares before: cut once, or train in turn"
+                "the loss returns its count only when it is computed, but clients with the end "
+                "of the model need their shares before: cut once, or train in turn"
             )
 
     def _cut(self, task: Task, model: nn.Module) -> CutModel:

@@ -33,7 +33,7 @@ def check_forms(what: str, given: Sequence[Tensor], wanted: Sequence[TensorForm]
     """Raise WrongError for tensors of other dtypes or shapes, or another number of tensors."""
     forms = [form_of(one) for one in given]
     if forms != list(wanted):
-        raise InvalidMessageError(f"{what} are {_named(forms)}, and have to be {_named(wanted)}")
+        raise InvalidMessageError(f"{what} are {_named(forms)}, but have to be {_named(wanted)}")
 
 
 def check_gradient_forms(
@@ -41,7 +41,7 @@ def check_gradient_forms(
 ) -> None:
     """Raise WrongError for gradients of other dtypes or shapes; a gradient may be None."""
     if len(given) != len(wanted):
-        raise InvalidMessageError(f"{len(given)} {what}, of {len(wanted)}")
+        raise InvalidMessageError(f"there are {len(given)} {what}, but {len(wanted)} are needed")
     for one, form in zip(given, wanted, strict=True):
         if one is not None:
             check_forms(what, [one], [form])

@@ -123,7 +123,7 @@ class VerticalSplit(Strategy):
         )
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
-        return "each party has a part of the model, its gradient and its optimizer, and no other"
+        return "each party has only a part of the model, with its gradient and optimizer"
 
     def cannot_own_loss(self, kind: Kind) -> str | None:
         return LABELS_APART
@@ -131,18 +131,18 @@ class VerticalSplit(Strategy):
     def check(self, task: Task, workers: int | None) -> None:
         if not len(task.train):
             raise ValueError(
-                "whoever holds the labels has them as training data: give Task(train=...), in "
-                "which columns that are elsewhere may be zeros"
+                "the label holder needs training data: give Task(train=...), where columns of "
+                "other parties may be zeros"
             )
         check_batch_size(self.batch_size)
         check_columns(self.plan.features)
         if self.parties is not None and self.parties < 1:
-            raise ValueError(f"parties is {self.parties}, but there is one at least")
+            raise ValueError(f"parties is {self.parties}, but it has to be 1 or more")
         if not 0 <= self.missing < 1:
-            raise ValueError(f"missing is {self.missing}, but it is a share below 1")
+            raise ValueError(f"missing is {self.missing}, but it has to be a share below 1")
         if not self.align and (self.missing or self.id_column is not None):
             name = "missing" if self.missing else "id_column"
-            raise ValueError(f"{name} is about people who are to be aligned: give align too")
+            raise ValueError(f"{name} needs alignment: give align too")
         if self.align:
             check_library()
             id_texts(ids_of(task.train, self.id_column))
@@ -153,7 +153,7 @@ class VerticalSplit(Strategy):
         """Raise ValueError for settings that require a simulation."""
         if world.serves and self.measure_leaks:
             raise ValueError(
-                "measure_leaks is for simulations, in which all columns and labels are at hand: "
+                "measure_leaks is for simulations, where all columns and labels are available: "
                 "leave it out over a network"
             )
 
@@ -167,8 +167,8 @@ class VerticalSplit(Strategy):
             )
         if any(self.id_column in columns for columns in division.features):
             raise ValueError(
-                f"column {self.id_column} has people's ids, and a party trains on it: leave it out "
-                f"of the features"
+                f"column {self.id_column} has people's ids, but is a feature of a party: leave it "
+                "out of the features"
             )
         check_no_shared_memory(model)
         optimizer = task.optimizer(list(model.parameters()))
@@ -185,8 +185,8 @@ class VerticalSplit(Strategy):
             activations[number].requires_grad for number in others
         ):
             raise ValueError(
-                f"{self.defence} guards nothing here: no party without the labels has a head that "
-                f"learns, so leave it out"
+                f"{self.defence} has no effect here, because no party without the labels has a "
+                "trainable head: leave it out"
             )
 
     def _divided(self, task: Task, model: nn.Module) -> tuple[VerticalDivision, list[Tensor]]:
@@ -224,7 +224,7 @@ def columns_of(text: str) -> Columns:
         first, dash, last = part.strip().partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise ValueError(
-                f"features has {text!r}, but a party's columns are written as 0-12 or 0,3,5-7"
+                f"features has {text!r}, but write a party's columns as 0-12 or 0,3,5-7"
             )
         bounds = int(first), int(last if dash else first)
         columns += range(bounds[0], bounds[1] + 1)

@@ -32,8 +32,8 @@ class BufferNames:
         missing = next((name for name in self.names if name not in found), None)
         if missing is not None:
             raise ValueError(
-                f"the buffer {missing} was there at the start and is gone: put zeros in its place, "
-                f"not None"
+                f"the buffer {missing} existed at the start and was removed: set it to zeros, not "
+                "None"
             )
         return [found[name] for name in self.names]
 

@@ -66,8 +66,8 @@ def check_no_shared_memory(model: nn.Module) -> None:
             is_trained = tensor.requires_grad or other.requires_grad
             if is_trained and tensor.device == other.device and _meet(tensor, other):
                 raise ValueError(
-                    f"{other_name} and {name} lie in the same memory, and are two tensors: let the "
-                    f"model have one parameter under both names, or clone one of them"
+                    f"{other_name} and {name} are two tensors in the same memory: use one "
+                    "parameter under both names, or clone one of them"
                 )
         open_ones.append((name, tensor, begin + _span(tensor) * tensor.element_size()))
 

@@ -38,8 +38,9 @@ def load_frozen(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     differ = next(iter(own.keys() ^ values.keys()), None)
     if differ is not None:
         raise ValueError(
-            f"the parameter {differ} is frozen in one of two models that the task made, and is "
-            f"trained in the other: let the task's model function freeze the same ones each time"
+            f"the parameter {differ} is frozen in one of two models that the task's model "
+            "function returned, and is trained in the other: freeze the same parameters in each "
+            "call"
         )
     for name, parameter in own.items():
         write(parameter, values[name])
@@ -66,9 +67,9 @@ class FrozenSnapshot:
         for name, module, own, parameter, value in self._places:
             now = module._parameters.get(own)
             if now is not None and now.requires_grad:
-                return f"the parameter {name} was frozen at the start, and is trained now: {_TO_DO}"
+                return f"the parameter {name} was frozen at the start, but is trained now: {_TO_DO}"
             if now is not parameter or not _same_bits(now, value):
-                return f"the parameter {name} is frozen, and was changed all the same: {_TO_DO}"
+                return f"the parameter {name} is frozen, but was changed: {_TO_DO}"
         return None
 
     def check(self) -> None:
@@ -79,8 +80,8 @@ class FrozenSnapshot:
 
 
 _TO_DO = (
-    "in a federation what is frozen does not travel, so it stays as it is; let it be trained from "
-    "the start, or make it a buffer, which travels"
+    "a federation does not send frozen parameters, so they must not change; train it from the "
+    "start, or make it a buffer, which is sent"
 )
 
 

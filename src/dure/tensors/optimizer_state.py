@@ -63,7 +63,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     for known, group in zip(before, optimizer.param_groups, strict=True):
         for name, value in known.items():
             if name not in group or not _is_alike(value, group[name]):
-                raise ValueError(f"its setting {name} is {group.get(name)!r}, and was {value!r}")
+                raise ValueError(f"its setting {name} is {group.get(name)!r}, but was {value!r}")
         _check_group(optimizer, group["params"])
 
 

@@ -32,8 +32,8 @@ def check_supported(model: nn.Module, sent: bool) -> None:
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"{name} of the model's state_dict is a {type(value).__name__}, and run folders "
-                f"hold tensors: let get_extra_state return a tensor"
+                f"{name} of the model's state_dict is a {type(value).__name__}, but run folders "
+                "can contain only tensors: return a tensor from get_extra_state"
             )
 
 
@@ -43,11 +43,11 @@ def _check(what: str, tensor: Tensor, sent: bool) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise ValueError(
-            f"{what} is {kind}, and only dense tensors are saved and sent: keep its parts, such as "
-            f"indices and values, and make it of them in the forward pass"
+            f"{what} is {kind}, but only dense tensors can be saved and sent: store its parts, "
+            "such as indices and values, and build it in the forward pass"
         )
     if sent and tensor.dtype not in _SENT:
         raise ValueError(
-            f"{what} is of {tensor.dtype}, which is not computed with by others than one worker: "
-            f"keep it in another dtype, and convert it in the forward pass"
+            f"{what} is {tensor.dtype}, which only single-worker supports: store it in another "
+            "dtype, and convert it in the forward pass"
         )

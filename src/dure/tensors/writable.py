@@ -38,13 +38,14 @@ def make_writable(model: nn.Module) -> None:
             continue
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
             raise ValueError(
-                f"the parameter {name} cannot be trained, for {reason}: make it of a clone()"
+                f"the parameter {name} cannot be trained, because {reason}: create it from a "
+                "clone()"
             )
         for other_name, other in found:
             if other is not tensor and overlap(tensor, other):
                 raise ValueError(
-                    f"the model's {name} cannot be loaded, for {reason}, and lies where "
-                    f"{other_name} lies: compute it in the forward pass, or clone() it"
+                    f"the model's {name} cannot be loaded, because {reason}, and it shares memory "
+                    f"with {other_name}: compute it in the forward pass, or clone() it"
                 )
         copies[id(tensor)] = _copy_of(tensor)
     if copies:
@@ -72,9 +73,9 @@ def _why_not(tensor: Tensor, maps: _Maps) -> str | None:
     if tensor.is_inference():
         return "it was made under torch.inference_mode"
     if overlaps_itself(tensor):
-        return "it shows one element in several places, as expand() makes it"
+        return "several of its elements share memory, as after expand()"
     if maps.forbid(tensor):
-        return "it lies in memory that can only be read, such as a mapped file"
+        return "it is in read-only memory, such as a mapped file"
     return None
 
 

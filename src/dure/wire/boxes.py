@@ -45,13 +45,15 @@ Run = Annotated[str, msgspec.Meta(pattern=_RUN.pattern)]
 def check_run(run: str) -> None:
     """Check the id of a run. Raises ValueError if the text is not a valid id."""
     if _RUN.match(run) is None:
-        raise ValueError(f"{run[:100]!r} is no id of a run: 1 to 100 letters, digits, _ . -")
+        raise ValueError(
+            f"{run[:100]!r} is not an id of a run: use 1 to 100 letters, digits, _ . -"
+        )
 
 
 def check_name(name: str) -> None:
     """Check a client's name. Raises ValueError unless the name is printable as it is."""
     if not (0 < len(name) <= MOST_NAME and printable(name) == name):
-        raise ValueError(f"a name has 1 to {MOST_NAME} characters that can be printed")
+        raise ValueError(f"a name needs 1 to {MOST_NAME} printable characters")
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,7 +111,7 @@ class BoxKey:
         check_run(run)
         check_name(name)
         if not 0 <= number < 1 << 31:
-            raise ValueError(f"{number} is no number of a client")
+            raise ValueError(f"{number} is not a number of a client")
         signature = identity.sign(_signed(run, number, name, self.public))
         return Member(number, name, identity.public, self.public, signature.hex())
 

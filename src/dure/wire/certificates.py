@@ -76,7 +76,7 @@ def make_authority(
     pair = pair_in(folder, "authority")
     for file in pair:
         if file.exists():
-            raise ValueError(f"there is an authority already: {file}")
+            raise ValueError(f"an authority already exists: {file}")
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
@@ -114,7 +114,9 @@ def issue_client(folder: Path, name: str, days: float = CERTIFICATE_DAYS) -> Cer
     Raises ValueError for an invalid name, and if there is no authority.
     """
     if _FILE.fullmatch(name) is None or name in ("authority", "server"):
-        raise ValueError(f"{name!r} cannot be the name of a client's files: letters, digits, . _ -")
+        raise ValueError(
+            f"{name!r} cannot be the name of a client's files: use letters, digits, . _ -"
+        )
     alternatives = x509.SubjectAlternativeName([x509.DNSName(name)])
     return _issue(folder, name, days, ExtendedKeyUsageOID.CLIENT_AUTH, alternatives)
 
@@ -225,7 +227,7 @@ def _load(context: ssl.SSLContext, pair: CertificateFiles) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*pair)
         context.load_cert_chain(*pair)
     except (OSError, ssl.SSLError) as error:
-        raise ValueError(f"TLS does not take {pair.certificate}: {_short(error)}") from error
+        raise ValueError(f"TLS rejects {pair.certificate}: {_short(error)}") from error
 
 
 def _trust(context: ssl.SSLContext, authority: Path) -> None:
@@ -233,7 +235,7 @@ def _trust(context: ssl.SSLContext, authority: Path) -> None:
     try:
         context.load_verify_locations(cafile=authority)
     except (OSError, ssl.SSLError) as error:
-        raise ValueError(f"TLS does not take {authority}: {_short(error)}") from error
+        raise ValueError(f"TLS rejects {authority}: {_short(error)}") from error
 
 
 def _short(error: OSError) -> str:
@@ -261,7 +263,7 @@ def _certificates(file: Path) -> Sequence[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(content)
     except ValueError as error:
-        raise ValueError(f"{file} is no certificate in PEM") from error
+        raise ValueError(f"{file} is not a certificate in PEM") from error
 
 
 def _private_key(file: Path) -> ec.EllipticCurvePrivateKey:
@@ -272,7 +274,7 @@ def _private_key(file: Path) -> ec.EllipticCurvePrivateKey:
     except TypeError as error:
         raise ValueError(f"the key {file} has a password: give one without") from error
     except ValueError as error:
-        raise ValueError(f"{file} is no private key in PEM") from error
+        raise ValueError(f"{file} is not a private key in PEM") from error
 
 
 def _issue(
@@ -284,7 +286,9 @@ def _issue(
 ) -> CertificateFiles:
     files = pair_in(folder, "authority")
     if not files.key.exists():
-        raise ValueError(f"there is no authority in {folder}: make one with dure certificates init")
+        raise ValueError(
+            f"there is no authority in {folder}: create one with dure certificates init"
+        )
     check_pair(files)
     [authority, *_] = _certificates(files.certificate)
     authority_key = _private_key(files.key)
@@ -314,7 +318,7 @@ def _begun(
     authority: x509.Certificate | None = None,
 ) -> x509.CertificateBuilder:
     if not days > 0:
-        raise ValueError(f"a certificate is good for more than {days} days")
+        raise ValueError(f"the lifetime has to be more than {days} days")
     try:
         end = _now() + datetime.timedelta(days=days)
     except OverflowError as error:
@@ -366,7 +370,7 @@ def _general_name(host: str) -> x509.GeneralName:
     except UnicodeError:
         ascii_name = ""
     if _HOST.fullmatch(ascii_name) is None:
-        raise ValueError(f"{host!r} is no host name or IP address, such as fed.example.org")
+        raise ValueError(f"{host!r} is not a host name or IP address, such as fed.example.org")
     return x509.DNSName(ascii_name)
 
 

@@ -79,8 +79,8 @@ def _read(path: Path, kind: type[Private]) -> Private:
     try:
         private = load_pem_private_key(pem, password=None)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no private key in PEM without a password") from error
+        raise ValueError(f"{path} is not a private key in PEM without a password") from error
     if not isinstance(private, kind):
         wanted = kind.__name__.removesuffix("PrivateKey")
-        raise ValueError(f"{path} is a key of another kind than {wanted}")
+        raise ValueError(f"{path} has a key of another kind than {wanted}")
     return private

@@ -69,7 +69,7 @@ def parse_key(text: str) -> str:
     plain = _plain(text)
     if _FORM.fullmatch(plain) is None:
         raise ValueError(
-            f"{text[:80]!r} is no key: a public key has 64 hexadecimal digits, a fingerprint 32"
+            f"{text[:80]!r} is not a key: a public key has 64 hexadecimal digits, a fingerprint 32"
         )
     if len(plain) == 64:
         check_public(plain)
@@ -116,10 +116,10 @@ def lines_of(path: Path, what: str, form: str) -> Iterator[ClientListLine]:
             continue
         place = f"{path}, line {at}"
         if re.fullmatch("[0-9]{1,9}", words[0]) is None or len(words) < 2:
-            raise ValueError(f"{place}: a line is {form}")
+            raise ValueError(f"{place}: a line has to be {form}")
         number = int(words[0])
         if number in found:
-            raise ValueError(f"{place}: client {number} is there twice")
+            raise ValueError(f"{place}: client {number} occurs twice")
         found.add(number)
         yield ClientListLine(place, number, words[1])
 
@@ -133,14 +133,14 @@ def read_body(body: bytes | bytearray, kind: type[Body], most: int) -> Body:
     Raises RosterError for invalid JSON, and for more than `most` bytes.
     """
     if len(body) > most:
-        reason = f"the roster has {len(body)} bytes, and may have {most}"
+        reason = f"the roster has {len(body)} bytes, but may have at most {most}"
         raise RosterError("no roster", reason)
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # The text may quote the received bytes, which are untrusted.
         said = ascii(str(error))[1:-1]
-        raise RosterError("no roster", f"what came is no roster: {said}") from error
+        raise RosterError("no roster", f"the received data are not a roster: {said}") from error
 
 
 def check_key(whose: str, public: str) -> None:
@@ -148,7 +148,7 @@ def check_key(whose: str, public: str) -> None:
     try:
         check_public(public)
     except ValueError as error:
-        raise RosterError("weak key", f"the public key of {whose} is none: {error}") from error
+        raise RosterError("weak key", f"the public key of {whose} is invalid: {error}") from error
 
 
 def check_distinct(members: Sequence[IdentifiedClient], *fields: str) -> None:
@@ -158,12 +158,12 @@ def check_distinct(members: Sequence[IdentifiedClient], *fields: str) -> None:
     """
     numbers = [member.number for member in members]
     if numbers != sorted(set(numbers)):
-        raise RosterError("no roster", "the clients of the roster are not in order, each once")
+        raise RosterError("no roster", "the clients of the roster are not in order, or occur twice")
     for member in members:
         try:
             check_name(member.name)
         except ValueError as error:
-            reason = f"the name of client {member.number} is none: {error}"
+            reason = f"the name of client {member.number} is invalid: {error}"
             raise RosterError("no roster", reason) from error
         check_key(f"client {member.number}", member.identity)
     for what in fields:
@@ -196,18 +196,18 @@ def _changed(
     old: IdentifiedClient | None, new: IdentifiedClient | None, others: Mapping[str, str]
 ) -> list[str]:
     if new is None:
-        return [f"{old} is no longer there"]
+        return [f"{old} was removed"]
     if old is None:
-        return [f"{new} was not there"]
+        return [f"{new} was added"]
     found = []
     if new.identity != old.identity:
         found.append(
-            f"{old} has the identity {fingerprint(new.identity)}, and had "
+            f"{old} has the identity {fingerprint(new.identity)}, but had "
             f"{fingerprint(old.identity)}"
         )
     for field, said in others.items():
         if getattr(new, field) != getattr(old, field):
             found.append(f"{old} {said}")
     if new.name != old.name:
-        found.append(f"{old} is called {new.name} now")
+        found.append(f"{old} is now named {new.name}")
     return found

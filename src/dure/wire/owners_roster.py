@@ -110,7 +110,9 @@ class OwnersRoster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         clients with the same name or key, or more clients than `MOST` bytes hold.
         """
         if not 0 < days < 36500:
-            raise RosterError("no roster", f"a roster is good for some days, not {days:g}")
+            raise RosterError(
+                "no roster", f"the lifetime of a roster has to be more than 0 days, not {days:g}"
+            )
         expires = (datetime.now(timezone.utc) + timedelta(days=days)).date()
         ordered = tuple(sorted(members, key=lambda member: member.number))
         signature = key.sign(_signed(federation, expires, key.public, ordered)).hex()
@@ -138,7 +140,7 @@ class OwnersRoster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         numbers = [member.number for member in roster.members]
         if not numbers or numbers[-1] != len(numbers) - 1:
             missing = min(set(range(len(numbers) + 1)) - set(numbers))
-            reason = f"the roster has no client {missing}: its clients are 0 to n - 1, all of them"
+            reason = f"the roster has no client {missing}: it needs all clients from 0 to n - 1"
             raise RosterError("no roster", reason)
         return roster
 
@@ -191,8 +193,8 @@ def check_owner(roster: OwnersRoster, owner: str) -> None:
     if not matches_key(roster.owner, owner):
         raise RosterError(
             "other owner",
-            f"the roster is signed by the owner {fingerprint(roster.owner)}, and not by the one "
-            f"that was given, {_shown(owner)}",
+            f"the roster is signed by the owner {fingerprint(roster.owner)}, not by the given "
+            f"owner, {_shown(owner)}",
         )
 
 
@@ -203,7 +205,7 @@ def check_date(roster: OwnersRoster, today: date | None = None) -> None:
     """
     today = datetime.now(timezone.utc).date() if today is None else today
     if today > roster.expires:
-        reason = f"the roster has expired on {roster.expires}: its owner signs a new one"
+        reason = f"the roster has expired on {roster.expires}: its owner has to sign a new one"
         raise RosterError("expired", reason)
 
 
@@ -214,7 +216,7 @@ def check_count(roster: OwnersRoster, clients: int) -> None:
     """
     listed = len(roster.members)
     if listed != clients:
-        reason = f"the roster has {listed} clients, and the run {clients}"
+        reason = f"the roster has {listed} clients, but the run has {clients}"
         raise RosterError("other count", reason)
 
 
@@ -228,11 +230,12 @@ def check_own(roster: OwnersRoster, identity: str, number: int | None = None) ->
     if listed is None:
         raise RosterError(
             "not listed",
-            f"the roster does not have this client's key, {identity}: its owner needs it, and the "
-            f"client the --state in which it lies (dure roster key)",
+            f"the roster does not have this client's key, {identity}: give the key to the "
+            "roster's owner, and start the client with the --state folder that contains it (dure "
+            "roster key)",
         )
     if number is not None and number != listed:
-        reason = f"this client is {number} for the server, and {listed} on the roster"
+        reason = f"the server identifies this client as {number}, but the roster as {listed}"
         raise RosterError("other number", reason)
 
 
@@ -250,7 +253,7 @@ def read_members(path: Path) -> list[Listed]:
             identity = parse_key(key)
             check_name(name.strip())
         except ValueError as error:
-            raise ValueError(f"{line.place}: a line is {_FORM}: {error}") from None
+            raise ValueError(f"{line.place}: a line has to be {_FORM}: {error}") from None
         if len(identity) != 64:
             raise ValueError(f"{line.place}: {key} is a fingerprint: give the whole public key")
         found.append(Listed(line.number, name.strip(), identity))
@@ -289,7 +292,8 @@ class PinnedOwnersRoster:
         changed = changes(OwnersRoster.read(self._path), roster)
         if changed:
             reason = (
-                f"the roster is not the one with which {self._run} was begun: {'; '.join(changed)}"
+                f"the roster differs from the one with which {self._run} was started: "
+                f"{'; '.join(changed)}"
             )
             raise RosterError("other roster", reason)
 
@@ -300,7 +304,7 @@ def changes(old: OwnersRoster, new: OwnersRoster) -> list[str]:
     if old.owner != new.owner:
         found.append(f"{fingerprint(new.owner)} has signed it, and {fingerprint(old.owner)} before")
     if old.federation != new.federation:
-        found.append(f"it is of the federation {new.federation!r}, and was of {old.federation!r}")
+        found.append(f"it names the federation {new.federation!r}, but before {old.federation!r}")
     return found + differences(old.members, new.members)
 
 
@@ -308,7 +312,7 @@ def _check_text(federation: str) -> None:
     try:
         check_name(federation)
     except ValueError as error:
-        raise RosterError("no roster", f"the federation's name is none: {error}") from error
+        raise RosterError("no roster", f"the federation's name is invalid: {error}") from error
 
 
 def _signed(federation: str, expires: date, owner: str, members: Iterable[Listed]) -> bytes:

@@ -461,14 +461,14 @@ def from_json(body: bytes | bytearray, kind: type[Body]) -> Body:
     for any other invalid body.
     """
     if len(body) > MOST_BODY:
-        raise RequestError(f"the body has {len(body)} bytes, and may have {MOST_BODY}")
+        raise RequestError(f"the body has {len(body)} bytes, but may have at most {MOST_BODY}")
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         refused = RangeError if _is_of(body, kind) else RequestError
-        raise refused(f"the body is no {kind.__name__}: {error}") from error
+        raise refused(f"the body is not a {kind.__name__}: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is no {kind.__name__}: {error}") from error
+        raise RequestError(f"the body is not a {kind.__name__}: {error}") from error
 
 
 def _is_of(body: bytes | bytearray, kind: type[MessageBody]) -> bool:
@@ -484,7 +484,9 @@ def _is_of(body: bytes | bytearray, kind: type[MessageBody]) -> bool:
 def _check_number(client: int, clients: int) -> None:
     """Check a client's number. Raises ValueError unless it is below the number of clients."""
     if client >= clients:
-        raise ValueError(f"client {client} is none of {clients} clients, whose numbers begin at 0")
+        raise ValueError(
+            f"there is no client {client}: the run has {clients} clients, counted from 0"
+        )
 
 
 def _check_elements(forms: Iterable[tuple[str, list[int]]]) -> None:

@@ -119,8 +119,8 @@ def check(roster: Roster, server_key: str) -> None:
     """
     if roster.server != server_key:
         reason = (
-            f"the roster is signed by the server {fingerprint(roster.server)}, "
-            f"and this one is {fingerprint(server_key)}"
+            f"the roster is signed by the server {fingerprint(roster.server)}, but this server is "
+            f"{fingerprint(server_key)}"
         )
         raise RosterError("other server", reason)
     check_key("the server", server_key)
@@ -143,12 +143,12 @@ def check_known(roster: Roster, known: Mapping[int, str]) -> None:
     for member in roster.members:
         said = known.get(member.number)
         if said is None:
-            reason = f"{member} is in the roster, and not on your list of identities"
+            reason = f"{member} is in the roster, but not on your list of identities"
             raise RosterError("unknown client", reason)
         if not matches_key(member.identity, said):
             reason = (
-                f"{member} has the fingerprint {fingerprint(member.identity)} in the roster, "
-                "and another one on your list of identities"
+                f"{member} has the fingerprint {fingerprint(member.identity)} in the roster, but "
+                "another one on your list of identities"
             )
             raise RosterError("other identity", reason)
 
@@ -166,7 +166,7 @@ def read_identities(path: Path) -> dict[int, str]:
         try:
             found[line.number] = parse_key(line.rest)
         except ValueError:
-            raise ValueError(f"{line.place}: a line is {form}") from None
+            raise ValueError(f"{line.place}: a line has to be {form}") from None
     return found
 
 
@@ -226,7 +226,7 @@ class PinnedRoster:
             RunFolderWriteError: The file cannot be written.
         """
         if roster.run != self._run:
-            reason = f"the roster is of the run {roster.run}, and this is the run {self._run}"
+            reason = f"the roster is of the run {roster.run}, but this is the run {self._run}"
             raise RosterError("other run", reason)
         check(roster, roster.server if server_key is None else server_key)
         self._check_unchanged(roster)
@@ -243,7 +243,10 @@ class PinnedRoster:
             return
         changed = changes(self.roster, roster)
         if changed:
-            reason = f"the roster of the run {self._run} is not the first one: {'; '.join(changed)}"
+            reason = (
+                f"the roster of the run {self._run} differs from the first one: "
+                f"{'; '.join(changed)}"
+            )
             raise RosterError("other roster", reason)
 
 
@@ -252,7 +255,8 @@ def changes(old: Roster, new: Roster) -> list[str]:
     found = []
     if old.server != new.server:
         found.append(
-            f"the server signs as {fingerprint(new.server)}, and was {fingerprint(old.server)}"
+            f"the server signs as {fingerprint(new.server)}, but was {fingerprint(old.server)} "
+            "before"
         )
     return found + differences(old.members, new.members, {"box": "has another box key"})
 
@@ -260,7 +264,7 @@ def changes(old: Roster, new: Roster) -> list[str]:
 def _check_own(roster: Roster, own: Member) -> None:
     said = roster.member(own.number)
     if said != own:
-        reason = f"the roster has other keys or another name for {own} than this client itself"
+        reason = f"the keys or the name of {own} in the roster differ from this client's own"
         raise RosterError("not me", reason)
 
 

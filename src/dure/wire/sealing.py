@@ -81,7 +81,7 @@ class SealedMessageContext:
         for name in ("turn", "sender", "receiver"):
             number = getattr(self, name)
             if not 0 <= number < 1 << 31:
-                raise ValueError(f"{name} is a number from 0 to {(1 << 31) - 1}, not {number}")
+                raise ValueError(f"{name} has to be 0 to {(1 << 31) - 1}, not {number}")
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -118,11 +118,11 @@ def seal(
     if to.number != about.receiver:
         raise ValueError(f"this is about client {about.receiver}, and not for {to}")
     if not to.is_true(about.run):
-        raise ValueError(f"{to} has not signed the box key that it is said to have in this run")
+        raise ValueError(f"{to} has not signed the box key that is listed for it in this run")
     views = [memoryview(part).cast("B") for part in _pieces(parts)]
     count = sum(map(len, views))
     if count > hpke.MOST:
-        raise ValueError(f"a message has at most {hpke.MOST} bytes, and this one has {count}")
+        raise ValueError(f"a message has at most {hpke.MOST} bytes, but this one has {count}")
     line = _head(count, to, identity, about).line()
     front = len(line) + hpke.PUBLIC + _SIGNATURE
     sealed = bytearray(front + count + hpke.TAG)
@@ -148,7 +148,7 @@ def unseal(sealed: Bytes, *, box: BoxKey, sender: Member, about: SealedMessageCo
         with memoryview(message) as room:
             hpke.decrypt(box.private, once, line, encrypted, room)
     except (InvalidTag, ValueError) as error:
-        reason = f"the message from {sender} was changed on its way"
+        reason = f"the message from {sender} was changed in transit"
         raise SealError("changed", reason) from error
     del message[-hpke.SLACK :]
     return message
@@ -158,7 +158,9 @@ def _encrypt(to: Member, line: bytes, views: list[memoryview], room: memoryview)
     try:
         return hpke.encrypt(bytes.fromhex(to.box), line, views, room)
     except ValueError as error:
-        raise ValueError(f"the box key of {to} is none: nothing is secret with it") from error
+        raise ValueError(
+            f"the box key of {to} is unsafe and cannot keep a message secret"
+        ) from error
 
 
 def _pieces(parts: Bytes | Iterable[Bytes]) -> Iterable[Bytes]:
@@ -188,7 +190,7 @@ def _signed_by(whole: memoryview, sender: Member) -> tuple[bytes, bytes, memoryv
     signed = at + hpke.PUBLIC
     front = signed + _SIGNATURE
     if at == 0:
-        raise SealError("not sealed", f"what came from {sender} is no sealed message")
+        raise SealError("not sealed", f"the data from {sender} are not a sealed message")
     if not is_signed(sender.identity, bytes(whole[:signed]), bytes(whole[signed:front])):
         reason = f"the message is not signed by {sender}, or was changed on its way"
         raise SealError("not signed", reason)
@@ -209,13 +211,13 @@ def _check(
 ) -> None:
     """Check that a signed message is the expected message. Raises SealError otherwise."""
     if head.run != about.run:
-        reason = f"{sender} sealed this for the run {head.run}, and this is the run {about.run}"
+        reason = f"{sender} sealed this for the run {head.run}, but this is the run {about.run}"
         raise SealError("other run", reason)
     if head.turn != about.turn:
-        reason = f"{sender} sealed this for turn {head.turn}, and this is turn {about.turn}"
+        reason = f"{sender} sealed this for turn {head.turn}, but this is turn {about.turn}"
         raise SealError("other turn", reason)
     if (head.sender, head.identity) != (about.sender, sender.identity):
-        reason = f"{sender} has signed this as client {head.sender}, which it is not"
+        reason = f"{sender} has signed this as client {head.sender}, which is another client"
         raise SealError("other sender", reason)
     if head.receiver != about.receiver:
         reason = f"{sender} sealed this for client {head.receiver}, not for client {about.receiver}"
@@ -225,5 +227,5 @@ def _check(
         raise SealError("not for me", reason)
     whole = head.size + hpke.TAG
     if whole != rest:
-        reason = f"{whole} encrypted bytes were sent by {sender}, and {rest} came"
+        reason = f"{whole} encrypted bytes were sent by {sender}, but {rest} were received"
         raise SealError("changed", reason)

@@ -156,7 +156,7 @@ def check_public(text: str) -> None:
     # Without the sign bit of x: points of small order exist with either sign.
     y = int.from_bytes(bytes.fromhex(text), "little") & (1 << 255) - 1
     if y >= _FIELD or y in _SMALL:
-        raise ValueError(f"{text} is no safe public key: anybody could sign for it")
+        raise ValueError(f"{text} is not a safe public key: anyone could sign for it")
 
 
 @lru_cache(maxsize=8192)
@@ -224,7 +224,7 @@ def claim_of(headers: Mapping[str, str]) -> Claim:
     for name, form in _FORMS.items():
         text = texts[name]
         if text is None or form.fullmatch(text) is None:
-            raise SignatureError("not signed", f"the header {name} is not what it has to be")
+            raise SignatureError("not signed", f"the header {name} is invalid")
     client, nonce, serial, digest, signature = (str(text) for text in texts.values())
     try:
         check_public(client)
@@ -236,7 +236,7 @@ def claim_of(headers: Mapping[str, str]) -> Claim:
 def _lines(method: str, path: str, digest: str, nonce: str, serial: int) -> bytes:
     for part in (method, path):
         if _LINE.fullmatch(part) is None:
-            raise SignatureError("not signed", "method and path are visible ASCII")
+            raise SignatureError("not signed", "method and path have to be visible ASCII")
     return "\n".join(["dure request 1", method, path, digest, nonce, str(serial)]).encode("ascii")
 
 

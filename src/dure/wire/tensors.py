@@ -43,7 +43,7 @@ _LENGTH = struct.Struct("<Q")
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 if sys.byteorder != "little":  # elements are sent in the byte order of memory
-    raise ImportError("safetensors are little-endian, and this machine is not")
+    raise ImportError("safetensors are little-endian, but this machine is not")
 
 
 class TensorsError(ValueError):
@@ -118,9 +118,9 @@ def receive(
             _fill(read, bytes_of(tensor), name)
         # torch does not expect bool bytes other than 0 and 1.
         if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
-            raise TensorsError(f"{name} holds bytes that are no booleans")
+            raise TensorsError(f"{name} contains bytes that are not booleans")
     if read(memoryview(bytearray(1))):
-        raise TensorsError("bytes follow that belong to no tensor")
+        raise TensorsError("surplus bytes follow the last tensor")
     return tensors
 
 
@@ -151,13 +151,13 @@ def receive_header(
     _fill(read, memoryview(length), "the header")
     (size,) = _LENGTH.unpack(length)
     if size > MOST_HEADER:
-        raise TensorsError(f"the header has {size} bytes, and may have {MOST_HEADER}")
+        raise TensorsError(f"the header has {size} bytes, but may have at most {MOST_HEADER}")
     text = bytearray(size)
     _fill(read, memoryview(text), "the header")
     forms = parse(text)
     total = _LENGTH.size + size + sum(form.nbytes for form in forms.values())
     if total > most:
-        raise TensorsError(f"these are {total} bytes, and may be {most}")
+        raise TensorsError(f"the tensors have {total} bytes, but may have at most {most}")
     if expected is not None:
         check(forms, expected)
     return forms
@@ -171,7 +171,7 @@ def parse(text: bytes | bytearray) -> dict[str, TensorSpec]:
         raw.pop("__metadata__", None)
         entries = {name: msgspec.json.decode(each, type=_Entry) for name, each in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TensorsError(f"the header is no list of tensors: {error}") from error
+        raise TensorsError(f"the header is not a list of tensors: {error}") from error
     forms: dict[str, TensorSpec] = {}
     at = 0
     # A writer may list tensors in another order than that of their elements.
@@ -187,10 +187,10 @@ def parse(text: bytes | bytearray) -> dict[str, TensorSpec]:
 def _form_of(name: str, entry: _Entry) -> TensorSpec:
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
-        raise TensorsError(f"{name} is of {entry.dtype[:20]!r}, which is no dtype")
+        raise TensorsError(f"{name} is of {entry.dtype[:20]!r}, which is not a dtype")
     # Each extent below 64 bits: Python computes the product of the few extents at once.
     if len(entry.shape) > MOST_DIMENSIONS or any(not 0 <= each < 1 << 63 for each in entry.shape):
-        raise TensorsError(f"{name} has a shape that no tensor has")
+        raise TensorsError(f"{name} has an invalid shape")
     return TensorSpec(dtype, tuple(entry.shape))
 
 
@@ -209,7 +209,7 @@ def check(forms: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -
             )
     extra = next((name for name in forms if name not in expected), None)
     if extra is not None:
-        raise TensorsError(f"{extra} is no tensor of this model")
+        raise TensorsError(f"{extra} is not a tensor of this model")
 
 
 def _fill(read: Read, memory: memoryview, what: str) -> None:

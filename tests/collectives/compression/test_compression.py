@@ -122,7 +122,9 @@ def test_a_restored_compressor_goes_on_with_the_same_bits(compression: Compressi
 @pytest.mark.parametrize("compression", REMEMBERING, ids=str)
 def test_a_state_of_other_tensors_is_refused(compression: Compression) -> None:
     state = compression.compressor([torch.ones(4, 4)], 0).state()
-    with pytest.raises(ValueError, match="this state is not that of a compressor of 12 numbers"):
+    with pytest.raises(
+        ValueError, match="this state does not belong to a compressor of 12 numbers"
+    ):
         compression.compressor([torch.ones(4, 3)], 0).restore(state)
 
 
@@ -283,16 +285,16 @@ def test_a_text_names_a_compression(text: str, compression: Compression) -> None
     [
         ("topk", "there is no compression 'topk', did you mean 'top-k'?"),
         ("top-k:a", "the compression 'top-k:a': 'a' is not a number; write top-k:RATIO"),
-        ("top-k:0", "top-k: the ratio is above 0 and at most 1, not 0.0"),
-        ("top-k:nan", "top-k: the ratio is above 0"),
+        ("top-k:0", "top-k: the ratio has to be above 0 and at most 1, not 0.0"),
+        ("top-k:nan", "top-k: the ratio has to be above 0"),
         ("none:1", "has too many values: write none"),
-        ("cast:float8", "cast: the dtype is bfloat16 or float16, not 'float8'"),
-        ("qsgd:0", "qsgd: there are 1 to 32767 levels, not 0"),
-        ("qsgd:1:12", "qsgd: the bucket is a positive multiple of 8, not 12"),
-        ("power-sgd:0", "power-sgd: the rank is at least 1, not 0"),
+        ("cast:float8", "cast: the dtype has to be bfloat16 or float16, not 'float8'"),
+        ("qsgd:0", "qsgd: levels has to be 1 to 32767, not 0"),
+        ("qsgd:1:12", "qsgd: the bucket has to be a positive multiple of 8, not 12"),
+        ("power-sgd:0", "power-sgd: the rank has to be at least 1, not 0"),
         ("power-sgd:1.5", "'1.5' is not an integer"),
-        ("power-sgd:1:-1", "the least compression is at least 0"),
-        ("power-sgd:1:0:-1", "starts after 0 calls or more"),
+        ("power-sgd:1:-1", "the least compression has to be at least 0"),
+        ("power-sgd:1:0:-1", "has to start after 0 calls or more"),
     ],
 )
 def test_a_text_that_names_none_is_refused_in_one_line(text: str, complaint: str) -> None:
@@ -334,7 +336,7 @@ def test_a_field_is_a_flag() -> None:
             r"only floating-point numbers are compressed, not torch\.int32",
         ),
         ([torch.ones(2), torch.ones(2).double()], "a bucket has one dtype and device"),
-        ([torch.ones(1).expand(4)], "an expanded tensor cannot take the result"),
+        ([torch.ones(1).expand(4)], "an expanded tensor cannot hold the result"),
     ],
 )
 @pytest.mark.parametrize("compression", [NoCompression(), TopK(), PowerSGD()], ids=str)

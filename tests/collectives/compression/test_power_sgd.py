@@ -116,6 +116,6 @@ def test_rows_are_orthonormal_whatever_the_rank(factor: Tensor) -> None:
 
 
 def test_it_has_no_messages_for_one_receiver() -> None:
-    with pytest.raises(ValueError, match="only ranks together make its factors"):
+    with pytest.raises(ValueError, match="all ranks compute its factors together"):
         PowerSGD().encode([torch.ones(3, 3)])
     assert Group().size == 1

@@ -1,5 +1,5 @@
 """A group as torch's own code uses it: the short forms of its calls, several tensors of a rank, its
-backend for the CPU, what the profiler sees, sparse sums, and the types of its errors. gloo says
+backend only the CPU, what the profiler sees, sparse sums, and the types of its errors. gloo says
 what is right."""
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_the_group_is_its_own_backend_for_the_cpu(ranks: Ranks) -> None:
     backend = group._get_backend(torch.device("cpu"))
     assert backend.name() == "dure"
     assert not backend.supports_tensor_alloc(torch.device("cpu"))
-    with raises(RuntimeError, "for the CPU"):
+    with raises(RuntimeError, "only the CPU"):
         group._get_backend(torch.device("cuda"))
     before = backend.options._timeout
     backend._set_default_timeout(timedelta(seconds=7))

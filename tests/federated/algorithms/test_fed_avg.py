@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused_in_one_line_before_any_work(strategy, comp
 def test_a_partition_by_label_wants_labels():
     inputs = examples().inputs
     task = small_task(train=(inputs, inputs[:, :3]), test=None, loss=nn.functional.mse_loss)
-    with pytest.raises(ValueError, match="needs one class label an example"):
+    with pytest.raises(ValueError, match="needs one class label per example"):
         train(FedAvg(clients=2, partition=LabelShards(2)), task=task)
     assert train(FedAvg(clients=2), task=task).summary["steps"] == 2
 

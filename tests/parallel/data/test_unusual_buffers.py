@@ -104,5 +104,5 @@ class Gone(nn.Module):
 
 @pytest.mark.parametrize(("strategy", "world"), [RUNS[0], RUNS[5], RUNS[8]])
 def test_a_buffer_that_is_gone_is_named(strategy: Any, world: Any) -> None:
-    with pytest.raises(DureError, match="the buffer mean was there at the start and is gone"):
+    with pytest.raises(DureError, match="the buffer mean existed at the start and was removed"):
         dure.train(small_task(model=Gone), strategy, world, dure.Stop(epochs=1))

@@ -157,7 +157,7 @@ def test_a_schedule_can_be_written_by_hand_without_its_transfers():
         ("home: 0 1", "home: 0 one", "'one' is not a number"),
         ("microbatches: 1", "microbatches: few", "'few' is not a number"),
         ("rank 0:", "rank 2:", "no line 'rank 0:'"),
-        ("rank 1:", "rank 0:", "line 5: 'rank 0' is there twice"),
+        ("rank 1:", "rank 0:", "line 5: 'rank 0' occurs twice"),
         ("rank 1:", "and then", "line 5: 'and then"),
         ("rank 1:", "device 1:", "line 5: 'device 1"),
         ("F1.0", "F1", "'F1' is not an action"),

@@ -262,7 +262,7 @@ def test_measured_spans_are_judged_as_simulated_ones_are():
 
 
 def test_times_of_too_few_stages_and_deadlocks_are_refused():
-    with pytest.raises(ValueError, match="times of 1 stages for forward, and there are 2"):
+    with pytest.raises(ValueError, match="there are times of 1 stages for forward, but 2"):
         simulate(make("1f1b", 2, 2), Times.uniform(1))
     stuck = Schedule("stuck", (0, 1), 1, ((Action("receive_gradient", 0, 0),), ()))
     with pytest.raises(ScheduleError, match=r"waits for SG1\.0, which is never sent"):

@@ -320,9 +320,9 @@ def test_what_was_signed_of_a_run_is_verified(served: Served, tmp_path: Path, na
         RunFolder(run).write_json(name, summary)
     else:
         (run / name).write_bytes(b"".join((run / name).read_bytes().splitlines(True)[:-1]))
-    with pytest.raises(LineageError, match=f"{name} is not what was signed"):
+    with pytest.raises(LineageError, match=f"{name} differs from the signed version"):
         verify(run)
-    with pytest.raises(LineageError, match=f"{name} is not what was signed"):
+    with pytest.raises(LineageError, match=f"{name} differs from the signed version"):
         replay(run, task=small_task())
 
 
@@ -330,9 +330,9 @@ def test_a_config_that_was_signed_otherwise_is_marked(served: Served, tmp_path: 
     run = Path(shutil.copytree(served.ended, tmp_path / "run"))
     assert not read_run(run).notes
     unsigned_config(run)
-    assert "config.json is not what was signed" in " ".join(read_run(run).notes)
+    assert "config.json differs from the signed version" in " ".join(read_run(run).notes)
     (run / "model.lineage.json").unlink()
-    assert "nobody has signed this run" in " ".join(read_run(run).notes)
+    assert "this run is not signed" in " ".join(read_run(run).notes)
 
 
 def test_a_run_that_goes_on_is_not_signed_any_more(served: Served, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_heads_that_do_not_fit_the_tail_are_refused_by_both_shapes(tmp_path: Pat
         deployment.serve()
         deployment.join_all(2, task=wider_head)
         kind, reason, _ = deployment.server.wait_for("error")
-        assert "the tail does not take what the head gives" in reason, (kind, reason)
+        assert "the tail rejects what the head gives" in reason, (kind, reason)
 
 
 def make_wider() -> nn.Module:
@@ -298,7 +298,7 @@ def test_values_of_another_shape_are_refused_and_the_others_go_on(tmp_path: Path
             deployment.join(number, before=wrong_shapes if number == 1 else int)
         kind, reason, _ = deployment.clients[1].wait_for("error")
         assert kind == "RefusedError"
-        assert "values at the cut are float64 [4, 11], and have to be float64 [4, 12]" in reason
+        assert "values at the cut are float64 [4, 11], but have to be float64 [4, 12]" in reason
         ended = deployment.ended()
         assert all(loss is not None for loss in ended.losses)
 

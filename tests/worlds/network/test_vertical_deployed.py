@@ -205,9 +205,11 @@ def test_a_party_that_stays_away_ends_the_run_by_its_name(tmp_path: Path) -> Non
         deployment.clients[2].kill()
         kind, reason, _ = deployment.server.wait_for("error")
         assert kind == "PartyLostError"
-        assert reason.startswith("party 2 has not come again within 1.5 s")
+        assert reason.startswith("party 2 has not reconnected within 1.5 s")
         told = [about.get("waiting", "") for about in deployment.server.said("progress")]
-        assert any(text.startswith("party 2 is gone, and waited for") for text in told), told
+        assert any(
+            text.startswith("party 2 is disconnected, and the server waits for it") for text in told
+        ), told
 
 
 def without_data() -> dure.Task:
@@ -218,7 +220,7 @@ def without_data() -> dure.Task:
     ("make", "settings", "said"),
     [
         (task, {"measure_leaks": True}, "measure_leaks is for simulations"),
-        (without_data, {}, "whoever holds the labels has them as training data"),
+        (without_data, {}, "the label holder needs training data"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_any_work(

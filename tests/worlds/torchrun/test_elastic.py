@@ -313,7 +313,7 @@ def test_the_command_of_a_run_that_has_ended_trains_no_more(
     assert torch.get_num_threads() == 1, "what it was before"
     assert same_bits(first, second)
     assert [s.step for s in second.history.steps] == [s.step for s in first.history.steps]
-    with pytest.raises(RunFolderError, match="holds another run, which differs in seed"):
+    with pytest.raises(RunFolderError, match="contains another run, which differs in seed"):
         command(seed=1)
     with pytest.raises(RunFolderError, match="is not empty"):
         command(elastic=False)

@@ -30,8 +30,8 @@ def check_carried(device: torch.device, group: Group) -> None:
     """
     if device.type == "cuda" and group.size > 1 and not group.backend(device):
         raise ValueError(
-            f"the group's backend carries no tensors of {device}: take another algorithm than "
-            f"native, by which they travel through the CPU's memory"
+            f"the group's backend does not support tensors on {device}: use another algorithm "
+            "than native, which sends them through CPU memory"
         )
 
 

@@ -48,7 +48,7 @@ class Cast(Compression):
 
     def __post_init__(self) -> None:
         if self.dtype not in HALVES:
-            raise ValueError(f"cast: the dtype is {' or '.join(HALVES)}, not {self.dtype!r}")
+            raise ValueError(f"cast: the dtype has to be {' or '.join(HALVES)}, not {self.dtype!r}")
 
     def codec(self, bucket: CompressionBucket) -> Codec:
         return PlainCodec(bucket, HALVES[self.dtype])

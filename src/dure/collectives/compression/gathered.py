@@ -117,7 +117,7 @@ class GatheredCompressor:
             error = state.get("error")
             if error is None or error.shape != self.feedback.error.shape:
                 raise ValueError(
-                    f"this state is not that of a compressor of {self.codec.bucket.n} numbers"
+                    f"this state does not belong to a compressor of {self.codec.bucket.n} numbers"
                 )
             self.feedback.error.copy_(error)
         self.calls = int(state["calls"])

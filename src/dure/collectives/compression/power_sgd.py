@@ -63,18 +63,20 @@ class PowerSGD(Compression):
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(f"power-sgd: the rank is at least 1, not {self.rank}")
+            raise ValueError(f"power-sgd: the rank has to be at least 1, not {self.rank}")
         if not self.min_compression >= 0:
             raise ValueError(
-                f"power-sgd: the least compression is at least 0, not {self.min_compression}"
+                f"power-sgd: the least compression has to be at least 0, not {self.min_compression}"
             )
         if self.start_after < 0:
-            raise ValueError(f"power-sgd: it starts after 0 calls or more, not {self.start_after}")
+            raise ValueError(
+                f"power-sgd: it has to start after 0 calls or more, not {self.start_after}"
+            )
 
     def codec(self, bucket: CompressionBucket) -> Codec:
         raise ValueError(
-            "power-sgd: only ranks together make its factors; to send to somebody, take another "
-            "compression"
+            "power-sgd: all ranks compute its factors together; for sends to one receiver use "
+            "another compression"
         )
 
     def compressor(self, like: Sequence[Tensor], seed: int) -> Compressor:
@@ -258,7 +260,8 @@ class PowerSGDCompressor:
             or [f.shape for f in factors] != known
         ):
             raise ValueError(
-                f"this state is not that of a compressor of {self.bucket.n} numbers with this rank"
+                f"this state does not belong to a compressor of {self.bucket.n} numbers with this "
+                "rank"
             )
         self.feedback.error.copy_(error)
         for mine, given in zip(self.factors, factors, strict=True):

@@ -50,9 +50,11 @@ class QSGD(Compression):
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels <= 32767:
-            raise ValueError(f"qsgd: there are 1 to 32767 levels, not {self.levels}")
+            raise ValueError(f"qsgd: levels has to be 1 to 32767, not {self.levels}")
         if self.bucket < 8 or self.bucket % 8:
-            raise ValueError(f"qsgd: the bucket is a positive multiple of 8, not {self.bucket}")
+            raise ValueError(
+                f"qsgd: the bucket has to be a positive multiple of 8, not {self.bucket}"
+            )
 
     @property
     def bits(self) -> int:

@@ -52,7 +52,7 @@ class TopK(Compression):
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"top-k: the ratio is above 0 and at most 1, not {self.ratio}")
+            raise ValueError(f"top-k: the ratio has to be above 0 and at most 1, not {self.ratio}")
 
     def codec(self, bucket: CompressionBucket) -> Codec:
         return TopKCodec(bucket, self.ratio)
@@ -67,8 +67,8 @@ class TopKCodec:
     def __init__(self, bucket: CompressionBucket, ratio: float) -> None:
         if bucket.n >= 2**31:
             raise ValueError(
-                f"top-k: places of 32 bits reach up to {2**31 - 1} numbers, not {bucket.n}: use "
-                f"more buckets"
+                f"top-k: indices of 32 bits allow {2**31 - 1} numbers, not {bucket.n}: use more "
+                "buckets"
             )
         self.bucket = bucket
         self.k = min(bucket.n, math.ceil(ratio * bucket.n))

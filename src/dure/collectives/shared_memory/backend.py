@@ -861,4 +861,4 @@ _OF_RANKS = (
 
 
 def _destroyed(*_: Any) -> None:
-    raise RuntimeError("this process group was destroyed: make a new one")
+    raise RuntimeError("this process group was destroyed: create a new one")

@@ -38,7 +38,7 @@ class DeviceBackend:
     def _get_backend(self, device: torch.device) -> Any:
         """Return the backend for a device. Raises RuntimeError if there is none, as torch does."""
         if torch.device(device).type != "cpu":
-            raise RuntimeError(f"the backend dure is for the CPU, and not for {device}")
+            raise RuntimeError(f"the backend dure supports only the CPU, not {device}")
         return self
 
     @property

@@ -19,8 +19,8 @@ def check_writable(tensor: Tensor) -> None:
     """Raise CallError for a tensor with several elements at the same address."""
     if not tensor.is_contiguous() and overlaps_itself(tensor):
         raise CallError(
-            "an expanded tensor cannot take the result, its elements lie in one place; clone() it "
-            "before"
+            "an expanded tensor cannot hold the result, because its elements share memory; "
+            "clone() it first"
         )
 
 

@@ -23,7 +23,7 @@ class Offload:
     def __post_init__(self) -> None:
         for part in self.parts:
             if part not in PARTS:
-                raise ValueError(f"nothing called {part!r} can be offloaded: take {_or(PARTS)}")
+                raise ValueError(f"{part!r} cannot be offloaded: choose {_or(PARTS)}")
         ordered = tuple(part for part in PARTS if part in self.parts)
         object.__setattr__(self, "parts", ordered)
 
@@ -46,7 +46,7 @@ class Offload:
         for part in self.parts:
             if part not in able:
                 raise ValueError(
-                    f"{who} does not offload {part}{f', {why}' if why else ''}: take {_or(able)}"
+                    f"{who} cannot offload {part}{f', {why}' if why else ''}: choose {_or(able)}"
                 )
 
 

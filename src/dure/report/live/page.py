@@ -150,7 +150,7 @@ class LivePage:
         return _html(200, _document(state, nonce), nonce)
 
     def _form(self, status: int, wrong: bool = False) -> PageResponse:
-        said = "That is another token." if wrong else "This page is for whoever has its token."
+        said = "The token is wrong." if wrong else "Enter the token to see this page."
         body = (
             '<div class="door"><p class="mark">dure</p>'
             f'<p role="status">{said} {escape(self._where)}</p>'

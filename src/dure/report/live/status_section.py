@@ -54,12 +54,12 @@ _SAID = {
 def now(look: RunsSnapshot, server: Mapping[str, Any]) -> str:
     """Return the section. server: content of /status if a server shows this page, else empty."""
     if not look.followed:
-        lead = "Nothing has begun in this folder. What begins there is shown here."
+        lead = "No run has started in this folder. Runs that start there are shown here."
         return section("now", "Now", lead, "")
     labels = [run.label for run in look.runs.runs]
     rows = "".join(_row(place, labels[place], one) for place, one in enumerate(look.followed))
     head = ("run", "state", "done", "loss", "measured", "time", "sent")
-    body = table("how the runs are", "long", head, rows, texts=("run", "state"))
+    body = table("status of the runs", "long", head, rows, texts=("run", "state"))
     for one in look.followed:
         body += _why(one)
     body += _server(server) if server else "".join(map(_federation, look.followed))
@@ -75,8 +75,8 @@ def _lead(look: RunsSnapshot) -> str:
         what = f"{escape(one.run.label)} {_SAID[one.state]}{by}."
     else:
         going = sum(one.goes_on for one in look.followed)
-        what = f"{plural(going, 'run')} of {count(len(look.followed))} going on."
-    return what if look.goes_on else f"{what} Nothing is to come: below is the final report."
+        what = f"{plural(going, 'run')} of {count(len(look.followed))} in progress."
+    return what if look.goes_on else f"{what} All runs have ended: below is the final report."
 
 
 def _row(place: int, label: str, one: FollowedRun) -> str:
@@ -203,7 +203,7 @@ def _clients(who: Sequence[Any]) -> str:
     body = table("clients", "long", head, rows, texts=("client", "state", "last"))
     left = len(seats) - len(shown)
     more = f'<p class="aside">{plural(left, "more client")} in /status.</p>' if left else ""
-    return f"<h3>Who is there</h3>{body}{more}"
+    return f"<h3>Clients</h3>{body}{more}"
 
 
 def _calm(seat: Mapping[str, Any]) -> bool:

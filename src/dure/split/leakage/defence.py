@@ -43,9 +43,9 @@ class Defence(CheckedSettings):
         """
         if self.guards == "gradients" and not labels_stay:
             raise ValueError(
-                f"{self} guards gradients of those who keep their labels, but with one cut the "
-                f"labels themselves go to the server: cut twice, or randomise the labels "
-                f"(randomised-response:1)"
+                f"{self} protects labels that stay with the clients, but with one cut the labels "
+                "are sent to the server: cut twice, or randomise the labels "
+                "(randomised-response:1)"
             )
 
     def gradients(
@@ -86,7 +86,7 @@ def check_knob(value: float, what: str, zero: bool = False) -> None:
     """Raise ValueError unless `value` is a positive number, or 0 if `zero` is set."""
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         least = "0 or more" if zero else "a positive number"
-        raise ValueError(f"{what} is {least}, not {value}")
+        raise ValueError(f"{what} has to be {least}, not {value}")
 
 
 def binary(targets: Any) -> Tensor | None:

@@ -85,7 +85,7 @@ class Guard:
             return list(gradients)
         inputs, values = sent
         if inputs is None:
-            raise ValueError(f"{self.defence} measures inputs that are floating-point numbers")
+            raise ValueError(f"{self.defence} needs floating-point inputs")
         term = self.defence.activations(inputs, as_rows(values, self._leaving_dims))
         parts = from_rows(term, gradients, self._leaving_dims)
         return [given + share * part for given, part in zip(gradients, parts, strict=True)]
@@ -102,8 +102,8 @@ def _dims(values: Sequence[CutValue]) -> list[int]:
             continue
         if value.dim is None:
             raise ValueError(
-                "a value at the cut belongs to a whole batch, and what leaves has to be told "
-                "example by example: cut the model elsewhere, or leave the defence out"
+                "a value at the cut belongs to a whole batch, but the defence needs one per "
+                "example: cut the model elsewhere, or leave the defence out"
             )
         found.append(value.dim)
     return found

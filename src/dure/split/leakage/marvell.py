@@ -84,15 +84,15 @@ class Marvell(Defence):
         labels = class_labels(examples)
         if labels is None or binary(labels) is None:
             raise ValueError(
-                "marvell is for two classes, with the labels 0 and 1, and those of the task are "
-                "others: isotropic:1 is for any"
+                "marvell needs two classes, with the labels 0 and 1, but the task has others: "
+                "use isotropic:1"
             )
 
     def gradients(
         self, rows: Tensor, positive: Tensor | None, draws: torch.Generator, memory: Memory
     ) -> tuple[Tensor, Memory]:
         if positive is None:
-            raise ValueError("marvell is for two classes, with the labels 0 and 1")
+            raise ValueError("marvell needs two classes, with the labels 0 and 1")
         positive = positive.to(rows.device)
         both = bool(positive.any()) and not bool(positive.all())
         if both or memory is None:

@@ -40,8 +40,8 @@ class NoPeek(Defence):
         inputs = getattr(examples, "inputs", None)
         if isinstance(inputs, Tensor) and not inputs.is_floating_point():
             raise ValueError(
-                "no-peek measures distances between inputs, and those of the task are no "
-                "floating-point numbers: leave it out"
+                "no-peek measures distances between inputs, but those of the task are not "
+                "floating-point: leave it out"
             )
 
     def activations(self, inputs: Tensor, values: Tensor) -> Tensor:

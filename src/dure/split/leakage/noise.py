@@ -40,7 +40,7 @@ class MaxNorm(Defence):
     def __post_init__(self) -> None:
         check_knob(self.scale, "max-norm: the scale")
         if self.scale < 1:
-            raise ValueError(f"max-norm: the scale is 1 at least, not {self.scale}")
+            raise ValueError(f"max-norm: the scale has to be at least 1, not {self.scale}")
 
     def gradients(
         self, rows: Tensor, positive: Tensor | None, draws: torch.Generator, memory: Memory

@@ -42,8 +42,8 @@ class RandomisedResponse(Defence):
     def check(self, examples: Examples, labels_stay: bool) -> None:
         if class_labels(examples) is None:
             raise ValueError(
-                "randomised-response takes one class label an example, and the targets of the task "
-                "are something else: leave it out"
+                "randomised-response needs one class label per example, but the targets of the "
+                "task have another form: leave it out"
             )
 
     def labels(self, labels: Tensor, classes: int, draws: torch.Generator) -> Tensor:
@@ -90,7 +90,7 @@ def relabelled(defence: Defence, examples: Examples, seed: int) -> Examples:
         return examples
     labels = class_labels(examples)
     if labels is None:
-        raise ValueError(f"{defence} takes one class label an example, and there are none")
+        raise ValueError(f"{defence} needs one class label per example, but there are none")
     classes = count_classes(examples, labels)
     drawn = defence.labels(labels, classes, generator(seed, "randomised labels"))
     targets = getattr(examples, "targets", None)

@@ -174,9 +174,9 @@ def shadow_head(
     """
     if tail is None:
         raise ValueError(
-            "a shadow head is trained through the server's part and the loss, and after two cuts "
-            "the loss is with the clients: an attacker without the head needs pairs of inputs and "
-            "what has left it"
+            "a shadow head is trained through the server's part and the loss, but after two cuts "
+            "the loss is with the clients: without the head, an attacker needs pairs of inputs "
+            "and activations"
         )
     with _seeded(decoder.seed, "shadow head"):
         shadow = make()

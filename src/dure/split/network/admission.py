@@ -108,26 +108,26 @@ class Admission:
             )
         except ValueError as error:
             said, reason = str(error), ""
-        reason = reason or f"nothing is due before all clients are there, and it said: {said}"
-        self.tell(f"client {event.client} is turned away: {reason}")
+        reason = reason or f"it sent a message before all clients were connected: {said}"
+        self.tell(f"client {event.client} is rejected: {reason}")
         self.channels.reject(event.client, reason)
 
     def _waits(self, here: int) -> None:
         if here != self._here:
             self._here = here
-            self.tell(f"waiting for clients: {here} of {self.clients} are here")
+            self.tell(f"waiting for clients: {here} of {self.clients} are connected")
 
     def lets_in(self, event: ClientConnected) -> bool:
         """Return whether a client may join; reject a client whose identity has changed."""
         try:
             hello = decode(event.hello, MOST_HELLO)
             if not isinstance(hello, Hello):
-                raise SplitFrameError("a client begins with Hello")
+                raise SplitFrameError("the first message of a client has to be Hello")
             member = msgspec.json.decode(hello.member, type=Member)
             self._check(event.client, hello, member)
         except (ValueError, msgspec.MsgspecError) as error:
             reason = str(error)
-            self.tell(f"client {event.client} is turned away: {reason}")
+            self.tell(f"client {event.client} is rejected: {reason}")
             self.channels.reject(event.client, reason)
             return False
         self.hellos.setdefault(event.client, hello)
@@ -140,29 +140,28 @@ class Admission:
         key, _ = self.channels.identity(number)
         itself = member.number == number and member.identity == key
         if not itself or not member.is_true(self.channels.run):
-            raise ValueError(f"it is client {number}, and says to be {member} with other keys")
+            raise ValueError(f"it is client {number}, but identifies as {member} with other keys")
         if member != self._members.get(number, member):
             raise ValueError(
-                "it has begun this run with other keys, or another name: go on with the --state "
-                "folder that it had"
+                "it started this run with other keys, or another name: use its former --state "
+                "folder"
             )
         before = self._examples.get(number)
         if before is not None and before != hello.examples:
             raise ValueError(
-                f"it has begun this run with {before} examples, and has {hello.examples}: go on "
-                f"with the same"
+                f"it started this run with {before} examples, but has {hello.examples} now: use "
+                "the same examples"
             )
         if not 1 <= hello.examples <= MOST_EXAMPLES:
             raise ValueError(
-                f"it says that it has {hello.examples:,} examples, and may have 1 to "
-                f"{MOST_EXAMPLES:,}"
+                f"it reports {hello.examples:,} examples, but can have 1 to {MOST_EXAMPLES:,}"
             )
         if not 0 <= hello.head <= MOST_HEAD:
-            raise ValueError(f"it says that its head has {hello.head:,} bytes")
+            raise ValueError(f"it reports that its head has {hello.head:,} bytes")
         if not -1 <= hello.tests <= MOST_EXAMPLES:
-            raise ValueError(f"it says that it has {hello.tests:,} test examples")
+            raise ValueError(f"it reports {hello.tests:,} test examples")
         if len(hello.digest) > 128 or not hello.digest.isalnum():
-            raise ValueError("the digest of its weights is none")
+            raise ValueError("the digest of its weights is invalid")
         self._check_more(hello)
 
 

@@ -41,8 +41,8 @@ class AlignmentQueries:
             return
         if len(lists) >= self.most:
             raise ValueError(
-                f"{sender} asks about another list of ids than before, and a run answers "
-                f"{self.most}: it has to go on with the state folder that it had"
+                f"{sender} sends another list of ids than before, but a run answers only "
+                f"{self.most}: it has to use its former state folder"
             )
         lists.append(digest.hex())
         if self.path is not None:

@@ -271,7 +271,7 @@ def _examples(checks: Checks, heard: ClientMessage) -> None:
     given = heard.message.examples
     if given != heard.examples:
         raise InvalidMessageError(
-            f"a batch has {given} examples, and that of this step has {heard.examples}, by the "
+            f"a batch has {given} examples, but that of this step has {heard.examples}, by the "
             f"{heard.sizes.examples} examples that the client has"
         )
 
@@ -286,12 +286,12 @@ def _targets(checks: Checks, heard: ClientMessage) -> None:
     given = heard.message.targets
     if wanted is None:
         if given is not None:
-            raise InvalidMessageError("targets came, and they stay with clients")
+            raise InvalidMessageError("targets were sent, but they have to stay with clients")
         return
     if given is None:
-        raise InvalidMessageError("a batch came without its targets")
+        raise InvalidMessageError("a batch was sent without its targets")
     if len(given) != len(wanted):
-        raise InvalidMessageError(f"{len(given)} targets came, and there are {len(wanted)}")
+        raise InvalidMessageError(f"{len(given)} targets were sent, but there are {len(wanted)}")
     for leaf, one in zip(wanted, given, strict=True):
         leaf.check(one, heard.message.examples)
 
@@ -312,7 +312,7 @@ def _missed(checks: Checks, heard: ClientMessage) -> None:
     values = len(heard.message.values)
     if not 0 <= heard.message.missed < 1 << values:
         raise InvalidMessageError(
-            f"the values without a gradient are {heard.message.missed} as bits, and there are "
+            f"the values without a gradient are {heard.message.missed} as bits, but there are "
             f"{values}"
         )
 
@@ -338,17 +338,17 @@ def _head(checks: Checks, heard: ClientMessage) -> None:
     head = heard.message.head
     wanted = checks.agreed.returns or heard.turn.brings
     if head is None and wanted:
-        raise InvalidMessageError("the turn has ended without the head, which comes to the server")
+        raise InvalidMessageError("the turn has ended, but the head was not sent to the server")
     if head is not None:
         if not wanted:
-            raise InvalidMessageError("a head came, and it stays with the client")
+            raise InvalidMessageError("a head was sent, but it has to stay with the client")
         checks.agreed.heads.check(head)
 
 
 def _within(what: str, value: float, least: float, most: float) -> None:
     # Comparisons with NaN are False, so `not` treats NaN as outside.
     if not least * (1 - SLACK) <= value <= most * (1 + SLACK):
-        raise InvalidMessageError(f"{what} {value}, and has to count {least:g} to {most:g}")
+        raise InvalidMessageError(f"{what} {value}, but has to count {least:g} to {most:g}")
 
 
 # Evaluation
@@ -358,21 +358,21 @@ def check_query(query: Query, measuring: MeasurementProgress) -> None:
     """Raise WrongError for a query that is not due, by the size of the test data."""
     if query.targets is not None and not query.of:
         raise InvalidMessageError(
-            "test examples came with targets, and without their number in all"
+            "test examples were sent with targets but without their total number"
         )
     if not 1 <= query.examples <= MOST_QUERIED:
         raise InvalidMessageError(
-            f"{query.examples} test examples came at once, and may be 1 to {MOST_QUERIED}"
+            f"{query.examples} test examples were sent at once, but 1 to {MOST_QUERIED} are allowed"
         )
     if measuring.done and query.of != measuring.of:
         raise InvalidMessageError(
-            f"{query.of} test examples are measured, and were {measuring.of} before"
+            f"{query.of} test examples are evaluated, but {measuring.of} were announced before"
         )
     told = measuring.tests if measuring.tests >= 0 else query.of or MOST_EXAMPLES
     if query.of not in (0, told) or measuring.done + query.examples > told:
         raise InvalidMessageError(
             f"test examples {measuring.done + 1} to {measuring.done + query.examples} of "
-            f"{query.of} came, and the client has {told}"
+            f"{query.of} were sent, but the client has {told}"
         )
 
 
@@ -382,13 +382,14 @@ def check_measured(
     """Raise WrongError for a result that does not belong to this measurement."""
     if message.round != measuring.measure.round:
         raise InvalidMessageError(
-            f"round {message.round + 1} was measured, and it is round {measuring.measure.round + 1}"
+            f"round {message.round + 1} was evaluated, but the current round is "
+            f"{measuring.measure.round + 1}"
         )
     known = metrics is None or message.values.keys() <= metrics
     if not known or len(message.values) > MOST_METRICS or not all(map(_is_name, message.values)):
         named = ", ".join(name[:40] for name in sorted(message.values)[:5])
         wanted = "test_…" if metrics is None else ", ".join(sorted(metrics)) or "nothing"
-        raise InvalidMessageError(f"what was measured is called {named!r}, and is to be {wanted}")
+        raise InvalidMessageError(f"the metrics are {named!r}, but have to be {wanted}")
     for name, value in message.values.items():
         if not math.isfinite(value):
             raise InvalidMessageError(f"{name} is {value}")

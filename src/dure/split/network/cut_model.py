@@ -45,7 +45,7 @@ class CutServerPart(ServerPartInterface):
         if self._cut.stages == 3:
             found = self._forward.crossing(1, found, examples)
         if not all(isinstance(one, Tensor) for one in found):
-            raise InvalidMessageError("the model gives more than tensors, which cannot travel")
+            raise InvalidMessageError("the model returns more than tensors, which cannot be sent")
         return QueryAnswer(tuple(found))
 
 

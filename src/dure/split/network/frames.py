@@ -87,7 +87,7 @@ def encode(message: Frame) -> list[Buffer]:
     if len(header) > MOST_HEADER or len(tensors) > MOST_TENSORS:
         raise SplitFrameError(
             f"a message may have {MOST_TENSORS:,} tensors and a header of {MOST_HEADER:,} bytes, "
-            f"and this one has {len(tensors):,} and {len(header):,}"
+            f"but this one has {len(tensors):,} and {len(header):,}"
         )
     pieces: list[Buffer] = [_HEAD.pack(VERSION, len(header)) + header]
     at = len(pieces[0])
@@ -109,12 +109,14 @@ def decode(content: Buffer, most: int | None = None) -> Frame:
     """
     size = len(memoryview(content))
     if most is not None and size > most:
-        raise SplitFrameError(f"the frame has {size:,} bytes, and may have {most:,}")
+        raise SplitFrameError(f"the frame has {size:,} bytes, but may have at most {most:,}")
     if size < _HEAD.size:
-        raise SplitFrameError(f"a frame begins with {_HEAD.size} bytes, and these are {size}")
+        raise SplitFrameError(f"a frame starts with {_HEAD.size} bytes, but there are only {size}")
     version, header = _HEAD.unpack_from(content)
     if version != VERSION:
-        raise SplitFrameError(f"the frame is of version {version}, and this is version {VERSION}")
+        raise SplitFrameError(
+            f"the frame has version {version}, but this dure uses version {VERSION}"
+        )
     if header > MOST_HEADER or _HEAD.size + header > size:
         raise SplitFrameError(f"a header of {header:,} bytes is too long for a frame of {size:,}")
     return _OWN.reader.message(_writable(content), _HEAD.size + header)
@@ -146,30 +148,30 @@ class _Reader:
             raise
         except (msgspec.MsgspecError, ValueError, RuntimeError, OverflowError) as error:
             # Invalid UTF-8 in names, too deep nests, shapes beyond the limits of torch.
-            raise SplitFrameError(f"the frame holds no message: {error}") from error
+            raise SplitFrameError(f"the frame does not contain a message: {error}") from error
         finally:
             # Drop the reference, so that the frame's memory is freed with its last tensor.
             self.content = bytearray()
         if self.at != len(content):
-            raise SplitFrameError(
-                f"the frame has {len(content) - self.at:,} bytes that belong to nothing"
-            )
+            raise SplitFrameError(f"the frame has {len(content) - self.at:,} surplus bytes")
         return message
 
     def _tensor(self, code: int, form: memoryview) -> Tensor:
         """Return the next tensor; the order of calls is that of the header."""
         self.count += 1
         if code != _TENSOR or self.count > MOST_TENSORS:
-            raise SplitFrameError(f"the frame has more than {MOST_TENSORS:,} tensors, or is none")
+            raise SplitFrameError(
+                f"the frame has more than {MOST_TENSORS:,} tensors, or is invalid"
+            )
         dtype, shape = _read(form)
         nbytes = math.prod(shape) * dtype.itemsize
         begin = aligned(self.at) if nbytes else self.at
         if begin + nbytes > len(self.content):
-            raise SplitFrameError(f"the tensor of {dtype} {list(shape)} is not there as a whole")
+            raise SplitFrameError(f"the tensor of {dtype} {list(shape)} is incomplete")
         tensor = view_at(self.content, begin, dtype, shape)
         # torch's behaviour is undefined for bool bytes other than 0 and 1.
         if dtype == torch.bool and nbytes and int(tensor.view(torch.uint8).max()) > 1:
-            raise SplitFrameError("a truth value of the message is neither 0 nor 1")
+            raise SplitFrameError("a boolean of the message is neither 0 nor 1")
         self.at = begin + nbytes
         return tensor
 
@@ -198,7 +200,7 @@ def _read(form: memoryview) -> tuple[torch.dtype, tuple[int, ...]]:
         number, *shape = struct.unpack(f"<B{dimensions}Q", form)
         if number < len(KINDS) and may_be_shape(shape):
             return KINDS[number], tuple(shape)
-    raise SplitFrameError(f"{bytes(form[:17]).hex()} stands for no dtype and shape of a tensor")
+    raise SplitFrameError(f"{bytes(form[:17]).hex()} does not encode a dtype and shape of a tensor")
 
 
 def _writable(content: Buffer) -> bytearray | memoryview:
@@ -227,20 +229,22 @@ def _check_leaves(message: Frame) -> None:
         for key, kept in _named(values):
             if not is_portable(kept):
                 raise SplitFrameError(
-                    f"the setting {key[:40]} of an optimizer can travel as tensors, numbers and "
-                    f"text, in lists and dicts with names, and not as a {type(kept).__name__}"
+                    f"the setting {key[:40]} of an optimizer can be sent as tensors, numbers and "
+                    f"text, in lists and dicts with names, but not as a {type(kept).__name__}"
                 )
 
 
 def _named(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for key, kept in values.items():
         if not isinstance(key, str):
-            raise SplitFrameError(f"what an optimizer remembers has names, and {key!r} is none")
+            raise SplitFrameError(
+                f"an optimizer's state needs names as keys, but {key!r} is not a name"
+            )
         yield key, kept
 
 
 def _check_leaf(leaf: Any, what: str) -> None:
     if leaf is not None and not isinstance(leaf, Tensor | bool | int | float | str):
         raise SplitFrameError(
-            f"{what} can travel as tensors, numbers and text, and not as a {type(leaf).__name__}"
+            f"{what} can be sent as tensors, numbers and text, but not as a {type(leaf).__name__}"
         )

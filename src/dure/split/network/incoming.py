@@ -155,14 +155,16 @@ class CheckedClient:
         elif isinstance(message, Outputs | Gradients | HeadSum):
             self._check_due(sender, message)
         else:
-            raise ReceivedError(f"{sender} sends {type(message).__name__}, which no server says")
+            raise ReceivedError(
+                f"{sender} sends {type(message).__name__}, which a server does not send"
+            )
 
     def _check_due(self, sender: str, message: Outputs | Gradients | HeadSum) -> None:
         name = type(message).__name__
         if self._turn is None or self._due is not type(message) or message.step != self._step:
             due = "nothing" if self._due is None else f"{self._due.__name__} of {self._step + 1}"
             raise ReceivedError(
-                f"{sender} sends {name} of step {message.step + 1}, and {due} is due"
+                f"{sender} sends {name} of step {message.step + 1}, but {due} is expected"
             )
         if isinstance(message, HeadSum):
             wanted = [form_of(one) for one in self.machine.party.side.parameters.values()]
@@ -190,22 +192,26 @@ class CheckedClient:
         counts = turn.since < turn.number < MOST and all(0 <= one < MOST for one in numbers)
         if not counts or turn.since < -1:
             raise ReceivedError(
-                f"{sender} begins turn {turn.number} after turn {turn.since}, in round "
-                f"{turn.round}: turns count up"
+                f"{sender} starts turn {turn.number} after turn {turn.since}, in round "
+                f"{turn.round}: turn numbers have to increase"
             )
         longer = turn.until != turn.steps if not self.rules.sums else turn.until < turn.steps
         if turn.steps != self.steps or longer:
             raise ReceivedError(
-                f"{sender} asks for a turn of {turn.steps} steps, until {turn.until}, and the "
+                f"{sender} asks for a turn of {turn.steps} steps, until {turn.until}, but the "
                 f"client's batches make {self.steps}"
             )
         if turn.comes and not self.rules.hands:
-            raise ReceivedError(f"{sender} says that a head comes, and clients hand none on")
+            raise ReceivedError(
+                f"{sender} announces a head, but clients do not send heads in this run"
+            )
         if turn.brings and not (self.rules.sums or self.rules.returns):
-            raise ReceivedError(f"{sender} asks for the head, which is not to reach it")
+            raise ReceivedError(f"{sender} asks for the head, which it must not receive")
         if turn.head is not None:
             if not (self.rules.returns or self.rules.sums):
-                raise ReceivedError(f"{sender} sends a head, and heads do not reach it in this run")
+                raise ReceivedError(
+                    f"{sender} sends a head, but it must not have heads in this run"
+                )
             self.check_head(sender, turn.head)
         self._turn = turn
         self._due = HeadHandover if turn.comes else None
@@ -215,8 +221,8 @@ class CheckedClient:
         other = found is not None and int(found[1]) != self.machine.number
         if not self.rules.hands or not other or int(message.to[7:]) >= self.clients:
             raise ReceivedError(
-                f"{sender} asks for the head, for {message.to[:40]!r}: it goes to another client "
-                f"of the run, and nowhere else"
+                f"{sender} asks for the head, for {message.to[:40]!r}: the head is sent only to "
+                "another client of the run"
             )
         before = self._passed.setdefault(message.turn, (message.since, message.to))
         if before != (message.since, message.to):
@@ -228,20 +234,20 @@ class CheckedClient:
     def _check_handed(self, sender: str, message: HeadHandover) -> None:
         if self._turn is None or self._due is not HeadHandover or message.turn != self._turn.number:
             due = "none" if self._turn is None else f"one for turn {self._turn.number}"
-            reason = f"{due} is due" if self._due is HeadHandover else "none is due"
-            raise ReceivedError(f"a head of {sender} came, for turn {message.turn}, and {reason}")
+            reason = f"{due} is expected" if self._due is HeadHandover else "none is expected"
+            raise ReceivedError(f"{sender} sent a head for turn {message.turn}, but {reason}")
 
     def check_head(self, sender: str, own: SideState) -> None:
         """Raise ReceivedError for a head of another model, or values that training cannot give."""
         try:
             self.heads.check(own)
         except InvalidMessageError as error:
-            raise ReceivedError(f"{sender} sends a head, and {error}") from error
+            raise ReceivedError(f"{sender} sends an invalid head: {error}") from error
 
 
 def _check_share(sender: str, share: float) -> None:
     if not (math.isfinite(share) and 0 <= share <= 1):
-        raise ReceivedError(f"{sender} says that the client's share of a batch is {share}")
+        raise ReceivedError(f"{sender} states that the client's share of a batch is {share}")
 
 
 class ProgressTimeout:
@@ -270,7 +276,7 @@ class ProgressTimeout:
         left = self._since + self.seconds - time.monotonic()
         if left <= 0:
             raise ReceivedError(
-                f"the server is there, and has let nothing go on for {self.seconds:g} s: no turn "
-                f"began, and no step was answered (--give-up)"
+                f"the server is connected, but has made no progress for {self.seconds:g} s: no "
+                "turn started, and no step was answered (--give-up)"
             )
         return left

@@ -94,7 +94,7 @@ class AlignmentWork:
     def receive(self, sender: str, message: Any) -> list[tuple[str, Any]]:
         if isinstance(message, Aligned):
             if self.holder.rows is None or sender in self._aligned:
-                raise ValueError("it says that it is aligned, which is not due")
+                raise ValueError("it reports that it is aligned, which is not expected")
             self._aligned.add(sender)
             return []
         return list(self.holder.receive(sender, message, 0.0))
@@ -184,7 +184,9 @@ class ServedVerticalLearner(Learner):
         self.parties = len(self.division.heads)
         self.others = plan.others(self.parties)
         if not self.others:
-            raise DureError(f"{plan.holder} has all columns and the labels: nobody else is needed")
+            raise DureError(
+                f"{plan.holder} has all columns and the labels: other parties are not needed"
+            )
         size = len(self.train) if plan.batch_size is None else plan.batch_size
         self.flops = flops_per_step(self.model, self.train, min(size, len(self.train)))
         self.channels = connect(
@@ -240,8 +242,8 @@ class ServedVerticalLearner(Learner):
             if examples != len(self.train):
                 self.hall.refuses(
                     party(number),
-                    f"it has {examples} people, and {self.plan.holder} {len(self.train)}: give all "
-                    f"the same people in the same order, or align",
+                    f"it has {examples} people, but {self.plan.holder} has {len(self.train)}: "
+                    "give all the same people in the same order, or align",
                 )
         return torch.arange(len(self.train))
 
@@ -278,7 +280,7 @@ class ServedVerticalLearner(Learner):
                 asks=queries.ask,
             )
 
-        self._tells("aligning: whom do all parties know?")
+        self._tells("aligning: finding the people whom all parties have")
         aligning = AlignmentWork(holder)
         self.hall.does(aligning)
         self.hall.reach(1)
@@ -414,8 +416,8 @@ class ServedVerticalLearner(Learner):
         wanted = (asked.count, *like.shape[1:])
         if tuple(values.shape) != wanted or values.dtype != like.dtype:
             raise ValueError(
-                f"activations of test data of shape {list(values.shape)} and {values.dtype}, and "
-                f"{asked.count} people have {list(wanted)} and {like.dtype}"
+                f"activations of test data of shape {list(values.shape)} and {values.dtype}, but "
+                f"{asked.count} people need {list(wanted)} and {like.dtype}"
             )
         check_bounded("activations of test data", [values])
 
@@ -452,12 +454,12 @@ class ServedVerticalLearner(Learner):
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         if not state.get("served"):
             raise RunFolderError(
-                "this run was simulated, and no party elsewhere has its head: serve a new one"
+                "this run was simulated, so no remote party has its head: serve a new run"
             )
         if state["people"] != self.examples:
             raise RunFolderError(
-                f"there are {self.examples} people, and were {state['people']} when the run began: "
-                f"it has to go on with the same"
+                f"there are {self.examples} people, but there were {state['people']} when the run "
+                "started: use the same data"
             )
         self.training.kept = {name: state[name] for name in ("step", "parts", "remembered")}
         self.step = self._durable = state["step"]

@@ -180,7 +180,7 @@ class PartySite:
             return self._aligns(self._aligning, frame)
         if isinstance(frame, BeginStep | ActivationGradients) and self._party is not None:
             return self._trains(self._party, frame)
-        raise StateError(f"the server says {type(frame).__name__}, which is not due")
+        raise StateError(f"the server sends {type(frame).__name__}, which is not expected")
 
     def _trains(self, own: Party, message: BeginStep | ActivationGradients) -> list[Any]:
         self._accepted += 1
@@ -195,8 +195,8 @@ class PartySite:
         if self.test is None or not 0 <= asked.first < until <= len(self.test):
             has = "none" if self.test is None else f"{len(self.test)}"
             raise StateError(
-                f"the model is measured on rows {asked.first} to {until} of the test data, of "
-                f"which {self.name} has {has}: all need their columns of the same people"
+                f"the model is evaluated on rows {asked.first} to {until} of the test data, but "
+                f"{self.name} has {has} rows: all parties need their columns of the same people"
             )
         self._check_measurement(asked.first, until)
         inputs, _ = self.test.batch(torch.arange(asked.first, until))
@@ -217,7 +217,7 @@ class PartySite:
             epoch = 0 if self._party is None else done // self._party.batches.steps_per_epoch
             refusal = self.limits.refusal(epoch, len(self.test))
             if refusal:
-                raise PolicyError(f"{self.name} does not measure the model: {refusal}")
+                raise PolicyError(f"{self.name} does not evaluate the model: {refusal}")
         self._measuring = begun, until
 
     # Alignment
@@ -242,8 +242,7 @@ class PartySite:
         if self._rows is None or step not in self._kept:
             what = "with whom it was aligned" if self._rows is None else "what it knew"
             raise StateError(
-                f"{self.name} does not have {what} after step {step} any more: go on with the "
-                f"--state folder that it had"
+                f"{self.name} no longer has {what} after step {step}: use its former --state folder"
             )
         if self._party is None:
             self._party = self._made(self._rows)
@@ -295,7 +294,7 @@ class PartySite:
     def _keep(self, asked: SaveState) -> None:
         own = self._party
         if own is None or own.done != asked.step:
-            raise StateError(f"{self.name} is to keep step {asked.step}, which it is not in")
+            raise StateError(f"{self.name} has to save step {asked.step}, but is in another step")
         memory = None if own.guard is None else copy.deepcopy(own.guard.memory)
         tree = {"part": self.part.kept(), "memory": memory}
         self._write(self._file(asked.step), tree)

@@ -39,16 +39,14 @@ class SeparateServerPart(ServerPartInterface):
     def check_returned(self, gradients: Sequence[Tensor], examples: int) -> None:
         form = self._part.leaving
         if form is None:
-            raise InvalidMessageError("gradients came, and the loss is here")
+            raise InvalidMessageError("gradients were sent, but the loss is here")
         form.of_gradients().check(gradients, examples, "the end")
 
     def answer(self, values: Sequence[Tensor], query: Query) -> QueryAnswer:
         tail = self._part.model.tail
         assert tail is not None
         if (self._targets is None) != (query.targets is None):
-            raise InvalidMessageError(
-                "test examples come with their targets where the loss is the server's"
-            )
+            raise InvalidMessageError("test examples need their targets if the server has the loss")
         with torch.no_grad(), in_mode(tail, training=False):
             found = tail(self._part.arriving.whole(values))
             if self._targets is not None and query.targets is not None:

@@ -171,14 +171,14 @@ class ServedSplitLearner(Learner):
         """Raise ValueError for a client whose `Hello` does not fit the run."""
         if self.plan.batch_size is None and hello.examples > MOST_BATCH:
             raise ValueError(
-                f"it says that it has {hello.examples:,} examples, which are one batch, and a "
-                f"batch may have {MOST_BATCH:,}"
+                f"it reports {hello.examples:,} examples in one batch, but a batch may have at "
+                f"most {MOST_BATCH:,}"
             )
         if bool(hello.form) != isinstance(self.task, TailTask):
             mine, its = (
                 ("a tail", "a whole model") if not hello.form else ("a whole model", "a head")
             )
-            raise ValueError(f"it has the task of {its}, and the server that of {mine}")
+            raise ValueError(f"it has the task of {its}, but the server has that of {mine}")
         for form in (hello.form, hello.targets):
             if form:
                 check_extent(decoded(form))
@@ -210,8 +210,8 @@ class ServedSplitLearner(Learner):
         sample = train if len(train) else self.test
         if sample is None:
             raise ValueError(
-                "the server cuts the model by tracing it on an example, and the task has neither "
-                "training nor test data here: give it some, or the tail as a file of its own"
+                "the server cuts the model by tracing it on an example, but its task has neither "
+                "training nor test data: give some, or the tail in its own file"
             )
         return sample
 
@@ -284,7 +284,7 @@ class ServedSplitLearner(Learner):
             try:
                 self._go_on_from(found)
             except (AttributeError, RuntimeError, *UNREADABLE) as error:
-                raise RunFolderError(f"{path} does not fit what is trained: {error}") from error
+                raise RunFolderError(f"{path} does not match the training: {error}") from error
 
     def _go_on_from(self, found: Mapping[str, Any]) -> None:
         if found["order"]["begun"] > self.order.begun:
@@ -356,7 +356,7 @@ class ServedSplitLearner(Learner):
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         if not state.get("served"):
             raise RunFolderError(
-                "this run was simulated, and its clients' heads are not elsewhere: serve a new one"
+                "this run was simulated, so no remote client has a head: serve a new run"
             )
         if self._knows_head:
             load_weights(self.model, weights)
@@ -371,8 +371,8 @@ class ServedSplitLearner(Learner):
         ):
             if now != then:
                 raise RunFolderError(
-                    f"client {number} has {now} examples, and had {then} when the run began: it "
-                    f"has to go on with the same"
+                    f"client {number} has {now} examples, but had {then} when the run started: "
+                    "use the same data"
                 )
         self.round = state["round"]
         head = None if state["head"] is None else state_from_tree(state["head"])

@@ -152,18 +152,19 @@ def setup_for_tail(
     for number, hello in hellos.items():
         if not hello.form:
             raise ValueError(
-                f"client {number} has the task of a whole model, and the server that of a tail: "
-                f"give the client the task of a head"
+                f"client {number} has the task of a whole model, but the server has that of a "
+                "tail: give the client the task of a head"
             )
         if (hello.form, hello.targets) != (first.form, first.targets):
             raise ValueError(
-                f"what leaves the head of client {number} has another form than that of client "
-                f"{min(hellos)}: {decoded(hello.form)}, and {decoded(first.form)}"
+                f"the output of client {number}'s head differs in form from that of client "
+                f"{min(hellos)}: {decoded(hello.form)} and {decoded(first.form)}"
             )
         if hello.digest != first.digest and not plan.rules.hands:
             raise ValueError(
-                f"client {number} begins with another head than client {min(hellos)}, and heads "
-                f"that train at the same time begin alike: is it the same file, and torch?"
+                f"client {number} starts with another head than client {min(hellos)}, but heads "
+                "that train at the same time need the same initial weights: check that the file "
+                "and the version of torch are the same"
             )
     part = ServerPart(task, model, decoded(first.form), seed)
     tails = part.side()

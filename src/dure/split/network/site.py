@@ -199,7 +199,7 @@ class SplitSite:
     @property
     def working(self) -> SiteClient:
         if self._working is None:
-            raise StateError("the server trains before it has said who takes part")
+            raise StateError("the server trains before it has sent the roster of clients")
         return self._working
 
     @property
@@ -267,7 +267,9 @@ class SplitSite:
             raise HeadError(sealed.turn, str(error)) from error
         if not isinstance(handed, HeadHandover) or handed.turn != sealed.turn:
             sender = client(sealed.peer)
-            raise HeadError(sealed.turn, f"{sender} has sealed something else than its head")
+            raise HeadError(
+                sealed.turn, f"the sealed message of {sender} does not contain its head"
+            )
         return handed
 
     def _trains(self, sender: str, message: Any) -> list[Frame]:
@@ -304,7 +306,7 @@ class SplitSite:
         """Raise ReceivedError for a head that the server must not send, or of another model."""
         if not self.working.checked.rules.returns:
             raise ReceivedError(
-                "the server sends a head of its own, and heads do not reach it in this run"
+                "the server sends its own head, but it must not have heads in this run"
             )
         self.working.checked.check_head(SERVER, head)
 
@@ -344,7 +346,9 @@ class SplitSite:
         say(channel, query, encode(query))
         answer = decode(channel.next(self.patience.left))
         if not isinstance(answer, QueryAnswer):
-            raise StateError(f"the server was asked to compute, and says {type(answer).__name__}")
+            raise StateError(
+                f"the server was asked to compute, but answered {type(answer).__name__}"
+            )
         return at_client.outputs(answer, inputs, examples)
 
     # Saved state

@@ -78,8 +78,8 @@ def stated_head_bytes(hellos: Mapping[int, Hello]) -> int:
     for number, hello in hellos.items():
         if hello.head != hellos[first].head:
             raise ValueError(
-                f"the head of client {number} has {hello.head:,} bytes, and that of client "
-                f"{first} {hellos[first].head:,}: give all the same head"
+                f"the head of client {number} has {hello.head:,} bytes, but that of client "
+                f"{first} has {hellos[first].head:,}: give all clients the same head"
             )
     return hellos[first].head or UNKNOWN_HEAD // (1 + STATES)
 

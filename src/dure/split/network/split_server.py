@@ -298,7 +298,7 @@ class SplitServer:
             return
         self._returns[name] += 1
         if self._returns[name] > MOST_RETURNS:
-            self._fails(name, f"it has come again {MOST_RETURNS} times in one turn")
+            self._fails(name, f"it has reconnected {MOST_RETURNS} times in one turn")
         elif name == self._measurer:
             self._asks_to_measure(name)
         else:
@@ -311,7 +311,7 @@ class SplitServer:
         self.here.discard(name)
         self._since[name] = time.monotonic()
         self.reasons[name] = why
-        self.tell(f"{name} is gone: {why}")
+        self.tell(f"{name} is disconnected: {why}")
 
     def _fails(self, name: str, reason: str) -> None:
         """Reject a client, and continue without it."""
@@ -327,7 +327,7 @@ class SplitServer:
     def _without(self, names: Sequence[str]) -> None:
         """Continue the round without these clients."""
         for name in names:
-            self._tells_of(name, self.reasons.get(name, "it has not come again"))
+            self._tells_of(name, self.reasons.get(name, "it has not reconnected"))
         if self._measurer in names:
             self._measurer = None
         needed = [name for name in names if self._is_needed(name)]
@@ -345,11 +345,11 @@ class SplitServer:
         """Report that a client is left out. Raises ClientsLostError if the run cannot continue."""
         if name in self._handing:
             raise ClientsLostError(
-                f"{name}, who has the newest head, does not hand it on in round "
-                f"{self.order.round + 1}: {reason}; resume the run when it is there again"
+                f"{name} has the newest head, but does not send it in round "
+                f"{self.order.round + 1}: {reason}; resume the run when {name} is connected again"
             )
         if name == self._measurer:
-            self.tell(f"{name} does not measure the model: {reason}")
+            self.tell(f"{name} does not evaluate the model: {reason}")
         else:
             self.tell(f"{name} is left out of this round: {reason}")
 
@@ -378,7 +378,7 @@ class SplitServer:
             raise LossNotFiniteError(math.nan, " and ".join(sorted(self._diverged)), when)
         why = "; ".join(f"{name}: {reason}" for name, reason in sorted(self.reasons.items()))
         raise ClientsLostError(
-            f"no client is left to train with ({why}); resume the run when one is there"
+            f"no client is left to train ({why}); resume the run when one is connected"
         )
 
     # Messages of clients
@@ -390,7 +390,7 @@ class SplitServer:
         except (SplitFrameError, InvalidMessageError) as error:
             if isinstance(error, NotANumberError):
                 self._diverged[name] = f"round {self.order.round + 1}"
-            self._fails(name, f"sent what cannot be: {error}")
+            self._fails(name, f"sent an invalid message: {error}")
         except CannotComputeError as error:
             self._cannot_compute(error)
         except LossNotFiniteError:
@@ -402,7 +402,7 @@ class SplitServer:
         for name, reason in error.reasons.items():
             if error.diverged:
                 self._diverged[name] = f"round {self.order.round + 1}"
-            self._refuses(name, f"sent what cannot be: {reason}")
+            self._refuses(name, f"sent an invalid message: {reason}")
         self._without(list(error.reasons))
 
     def _deals(self, name: str, frame: Frame) -> None:
@@ -424,14 +424,16 @@ class SplitServer:
         elif isinstance(frame, FromClient):
             self._trains(name, frame)
         else:
-            raise InvalidMessageError(f"{type(frame).__name__} is nothing that a client says")
+            raise InvalidMessageError(f"a client does not send {type(frame).__name__}")
 
     def _trains(self, name: str, message: FromClient) -> None:
         if message.turn != self.order.turns.get(name):
             # A message of a turn that was rolled back is discarded, not an error.
             if self.server.due.is_late(name, message.turn):
                 return
-            raise InvalidMessageError(f"{type(message).__name__} of turn {message.turn} is not due")
+            raise InvalidMessageError(
+                f"{type(message).__name__} of turn {message.turn} is not expected"
+            )
         whole = self.server.whole
         message = self._checked(name, message)
         self._since.pop(name, None)
@@ -454,7 +456,9 @@ class SplitServer:
         try:
             self.server.due.check(name, message)
             if name in self._handing.values():
-                raise InvalidMessageError("values came before the head that the turn begins with")
+                raise InvalidMessageError(
+                    "values were sent before the head with which the turn starts"
+                )
             heard = ClientMessage(
                 message,
                 self.server.due.turns[name],
@@ -482,11 +486,11 @@ class SplitServer:
         if self._handing.get(name) != to or self.order.turns.get(to) != sealed.turn:
             late = self._late_heads.get(name, set())
             if sealed.turn not in late:
-                raise InvalidMessageError(f"a head for {to} came, and was not asked for")
+                raise InvalidMessageError(f"a head for {to} was sent, but not requested")
             late.discard(sealed.turn)
             return
         if sealed.content.dtype != torch.uint8 or sealed.content.ndim != 1:
-            raise InvalidMessageError("a sealed head is bytes")
+            raise InvalidMessageError("a sealed head has to be bytes")
         del self._handing[name]
         self._since.pop(name, None)
         self._send(to, SealedHead(sealed.turn, number_of(name), sealed.content))
@@ -497,11 +501,11 @@ class SplitServer:
         if refused.turn != turn:
             if self.server.due.is_late(name, refused.turn):
                 return
-            raise InvalidMessageError("a head is refused that was not handed over")
+            raise InvalidMessageError("a head is rejected that was not sent")
         begun = self.server.due.turns[name]
         if not begun.comes or name in self._began or name in self._handing.values():
-            raise InvalidMessageError("a head is refused that was not handed over")
-        self.reasons[name] = f"the head that it was handed cannot be: {refused.reason[:MOST_SHOWN]}"
+            raise InvalidMessageError("a head is rejected that was not sent")
+        self.reasons[name] = f"it rejects the head that it received: {refused.reason[:MOST_SHOWN]}"
         self._without([name])
 
     def _with(self, name: str) -> CutCompression:
@@ -582,7 +586,7 @@ class SplitServer:
         """Raise WrongError for a measurement message of a client that was not asked for it."""
         if name != self._measurer:
             raise InvalidMessageError(
-                f"{type(frame).__name__} came, and it was not asked to measure"
+                f"{type(frame).__name__} was sent, but no evaluation was requested"
             )
         self._since.pop(name, None)
 

@@ -40,14 +40,14 @@ class TargetForm(NamedTuple):
         if not isinstance(given, Tensor):
             if self.dtype is not None:
                 raise InvalidMessageError(
-                    f"a {type(given).__name__} came as a target, and not {self}"
+                    f"the target is a {type(given).__name__}, but has to be {self}"
                 )
             return
         fits = given.dtype == self.dtype and given.ndim == self.dimensions
         if not fits or (self.dim is not None and given.shape[self.dim] != examples):
             shape = f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
             raise InvalidMessageError(
-                f"targets of {examples} examples are {shape}, and have to be {self}"
+                f"targets of {examples} examples are {shape}, but have to be {self}"
             )
         self._check_numbers(given)
 
@@ -60,7 +60,7 @@ class TargetForm(NamedTuple):
         wrong = ((given < 0) | (given >= number)) & (given != ignored)
         if bool(wrong.any()):
             raise InvalidMessageError(
-                f"a target is {int(given[wrong][0])}, and the model has the classes 0 to "
+                f"a target is {int(given[wrong][0])}, but the model has the classes 0 to "
                 f"{number - 1}"
             )
 

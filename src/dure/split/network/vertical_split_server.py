@@ -204,15 +204,15 @@ class VerticalSplitServer:
             self._ready.discard(name)
             self._reasons[name] = event.why
             self._since[name] = time.monotonic()
-            self.tell(f"{name} is gone, and waited for: {event.why}")
+            self.tell(f"{name} is disconnected, and the server waits for it: {event.why}")
         elif name in self._here:
             self._hears(name, event.frame)
 
     def _comes(self, name: str) -> None:
         self._returns[name] += 1
         if self._returns[name] > MOST_RETURNS:
-            self.channels.reject(self.names.index(name), "it has come again too often")
-            self._lost(name, f"has come again {MOST_RETURNS} times without a new step")
+            self.channels.reject(self.names.index(name), "it has reconnected too often")
+            self._lost(name, f"has reconnected {MOST_RETURNS} times without a new step")
         self._enters(name)
         self._anew()
 
@@ -229,7 +229,8 @@ class VerticalSplitServer:
         for name in self._awaited() if late else ():
             if now - self._since.setdefault(name, now) > answer_timeout:
                 gone = (
-                    f"has not come again within {answer_timeout:g} s: {self._reasons.get(name, '')}"
+                    f"has not reconnected within {answer_timeout:g} s: "
+                    f"{self._reasons.get(name, '')}"
                 )
                 self._lost(
                     name, f"said nothing for {answer_timeout:g} s" if name in self._here else gone
@@ -265,14 +266,14 @@ class VerticalSplitServer:
 
     def refuses(self, name: str, why: str) -> NoReturn:
         """Reject a party that has sent an invalid message, and end the run."""
-        reason = f"sent what cannot be: {why}"
+        reason = f"sent an invalid message: {why}"
         self.channels.reject(self.names.index(name), reason)
         self._lost(name, reason)
 
     def _lost(self, name: str, reason: str) -> NoReturn:
         raise PartyLostError(
-            f"{name} {reason}; nobody can train without its columns: resume the run when it is "
-            f"there again"
+            f"{name} {reason}; training needs its columns: resume the run when it is connected "
+            "again"
         )
 
     def _enters(self, name: str) -> None:
@@ -326,14 +327,16 @@ class VerticalSplitServer:
         self.meters[name].sent(size)
         self.meter.received(size)
         if isinstance(frame, ClientFailed):
-            self._lost(name, f"cannot go on: its own code raised {frame.reason[:MOST_SHOWN]}")
+            self._lost(name, f"cannot continue: its own code raised {frame.reason[:MOST_SHOWN]}")
         elif isinstance(frame, Resumed):
             self._resumes(name, frame)
         elif name not in self._ready:
             # A message of an earlier turn.
             self._late[name] += 1
             if self._late[name] > MOST_LATE:
-                raise SplitFrameError(f"{MOST_LATE} messages came, and Resumed is due")
+                raise SplitFrameError(
+                    f"{MOST_LATE} messages were received, but Resumed was expected"
+                )
         elif isinstance(frame, StateSaved | Evaluated):
             self._answered(name, frame)
         else:
@@ -341,7 +344,7 @@ class VerticalSplitServer:
 
     def _resumes(self, name: str, frame: Resumed) -> None:
         if frame.turn > self._turn or (frame.turn == self._turn and name in self._ready):
-            raise SplitFrameError(f"Resumed of turn {frame.turn} is not due")
+            raise SplitFrameError(f"Resumed of turn {frame.turn} is not expected")
         if frame.turn == self._turn:
             self._since.pop(name, None)
             self._late[name] = 0
@@ -351,13 +354,13 @@ class VerticalSplitServer:
     def _answered(self, name: str, frame: StateSaved | Evaluated) -> None:
         question = self._question
         if not self._asked or name in self._answers or question is None:
-            raise SplitFrameError(f"{type(frame).__name__} was not asked for")
+            raise SplitFrameError(f"{type(frame).__name__} was not requested")
         if isinstance(question, SaveState):
             due = isinstance(frame, StateSaved) and frame.step == question.step
         else:
             due = isinstance(frame, Evaluated) and frame.first == question.first
         if not due:
-            raise SplitFrameError(f"{type(frame).__name__} is no answer to {question}")
+            raise SplitFrameError(f"{type(frame).__name__} is not an answer to {question}")
         self._check_answer(name, question, frame)
         self._since.pop(name, None)
         self._answers[name] = frame
@@ -365,7 +368,7 @@ class VerticalSplitServer:
     def _trains(self, name: str, frame: Any) -> None:
         assert self.work is not None
         if not self._under_way:
-            raise SplitFrameError(f"{type(frame).__name__} came, and no step is under way")
+            raise SplitFrameError(f"{type(frame).__name__} was sent, but no step is in progress")
         began = time.perf_counter()
         done = self.work.done
         said = self.work.receive(name, frame)

@@ -119,11 +119,11 @@ class LabelHolder:
             LossNotFiniteError: the loss is not finite, or activations make gradients too large.
         """
         if sender not in self.parties or not isinstance(message, Activations):
-            raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
+            raise ValueError(f"{self.name} cannot process a {type(message).__name__} from {sender}")
         examples = len(self.batches.at(self.done))
         if message.step != self.done or sender in self._came:
             raise ValueError(
-                f"{sender} sends activations of step {message.step + 1}, and {self.name} is in "
+                f"{sender} sends activations of step {message.step + 1}, but {self.name} is in "
                 f"step {self.done + 1}"
             )
         self._check(sender, message, examples)
@@ -137,8 +137,8 @@ class LabelHolder:
         # torch.cat and add would convert another dtype silently, so the dtype is checked too.
         if tuple(values.shape) != (examples, *shape) or values.dtype != dtype:
             raise ValueError(
-                f"{sender} sends activations of shape {list(values.shape)} and {values.dtype}, and "
-                f"a batch of {examples} examples has {[examples, *shape]} and {dtype} there"
+                f"{sender} sends activations of shape {list(values.shape)} and {values.dtype}, "
+                f"but a batch of {examples} examples needs {[examples, *shape]} and {dtype}"
             )
         if bool(values.isnan().any()):
             raise CutNotANumberError("activations", sender, f"step {message.step + 1}")

@@ -52,11 +52,11 @@ class VerticalModel(nn.Module):
     ) -> None:
         super().__init__()
         if join not in ("concat", "sum"):
-            raise ValueError(f"join is {join!r}, but activations are joined by concat or sum")
+            raise ValueError(f"join is {join!r}, but it has to be concat or sum")
         if not heads or len(heads) != len(features):
             raise ValueError(
-                f"{len(heads)} heads and the columns of {len(features)} parties: give as many "
-                f"features as heads, and at least one"
+                f"there are {len(heads)} heads, but the columns of {len(features)} parties: give "
+                "as many features as heads, and at least one"
             )
         self.heads = nn.ModuleList(heads)
         self.tail = tail
@@ -82,7 +82,9 @@ def joined(activations: Sequence[Tensor], join: str) -> Tensor:
         return torch.cat(list(activations), 1)
     if any(one.shape != activations[0].shape for one in activations[1:]):
         shapes = ", ".join(str(list(one.shape)) for one in activations)
-        raise ValueError(f"activations of the shapes {shapes} have no sum: heads give one shape")
+        raise ValueError(
+            f"activations of the shapes {shapes} cannot be summed: heads have to return one shape"
+        )
     return reduce(add, activations)
 
 
@@ -100,12 +102,14 @@ def check_columns(features: Sequence[Columns]) -> None:
     """Raise ValueError for a party without columns, an invalid column, or a repeated column."""
     for number, own in enumerate(features):
         if not own:
-            raise ValueError(f"party {number} has no columns: name one at least")
+            raise ValueError(f"party {number} has no columns: give at least one")
         for column in own:
             if type(column) is not int or column < 0:
-                raise ValueError(f"party {number} has the column {column!r}: they count from 0")
+                raise ValueError(
+                    f"party {number} has the column {column!r}: columns are counted from 0"
+                )
         if len(set(own)) < len(own):
-            raise ValueError(f"party {number} has a column twice in {list(own)}: name it once")
+            raise ValueError(f"party {number} has a column twice in {list(own)}: give it once")
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,7 @@ def divide(
     _check_plain(model)
     if any(is_lazy(one) for one in model.parameters()):
         raise ValueError(
-            "the model has parameters without a shape yet: say how large its layers are"
+            "the model has parameters without a shape yet: give the sizes of its layers"
         )
     if isinstance(model, VerticalModel):
         division = _by_parts(model, features)
@@ -229,12 +233,13 @@ def divide(
 def _by_parts(model: VerticalModel, features: Sequence[Columns]) -> VerticalDivision:
     if type(model).forward is not VerticalModel.forward:
         raise ValueError(
-            f"{type(model).__name__} has a forward of its own, which parties would not run: put "
-            f"that into the heads or the tail"
+            f"{type(model).__name__} has its own forward, which parties would not run: move it "
+            "into the heads or the tail"
         )
     if features and tuple(features) != model.features:
         raise ValueError(
-            "features are not those of the model's heads: leave them out, the model says them"
+            "features differ from those of the model's heads: leave them out, the model defines "
+            "them"
         )
     heads = [VerticalPart.whole(head) for head in model.heads]
     return VerticalDivision(heads, VerticalPart.whole(model.tail), model.join, list(model.features))
@@ -261,15 +266,15 @@ def _by_columns(
         _check_plain(one)
     if inputs.ndim != 2 or inputs.shape[1] != linear.in_features:
         raise ValueError(
-            f"the model's first layer has {linear.in_features} columns, and inputs the shape "
+            f"the model's first layer has {linear.in_features} columns, but inputs have the shape "
             f"(n, {', '.join(map(str, inputs.shape[1:]))}): parties divide columns, (n, columns)"
         )
     own = list(features) or equal_parts(linear.in_features, 2 if parties is None else parties)
     named = sorted(column for columns in own for column in columns)
     if named != list(range(linear.in_features)):
         raise ValueError(
-            f"the model weighs {linear.in_features} columns, and features name "
-            f"{len(named)}: give each column to one party"
+            f"the model has {linear.in_features} input columns, but features list {len(named)}: "
+            "give each column to one party"
         )
     whole = linear.weight
     assert isinstance(whole, nn.Parameter)
@@ -283,7 +288,7 @@ def _by_columns(
         heads.append(VerticalPart(head, [ParameterPiece(weight, whole, columns)]))
     rest = VerticalPart.whole(_Rest(linear.bias, layers))
     if any(piece.there is whole for piece in rest.pieces):
-        raise ValueError("the first layer's weight is used again behind it: give each its own")
+        raise ValueError("the first layer's weight is used again after it: give each its own")
     return VerticalDivision(heads, rest, "sum", own)
 
 
@@ -300,9 +305,9 @@ def _linear_first(model: nn.Module) -> tuple[nn.Linear, list[nn.Module]]:
     if type(first) is nn.Linear:
         return first, rest
     raise ValueError(
-        f"{type(model).__name__} cannot be divided by columns: take dure.VerticalModel(heads, "
-        f"tail, join, features), a logistic regression, or an nn.Sequential that begins with "
-        f"nn.Linear"
+        f"{type(model).__name__} cannot be divided by columns: use dure.VerticalModel(heads, "
+        "tail, join, features), a logistic regression, or an nn.Sequential that begins with "
+        "nn.Linear"
     )
 
 
@@ -318,8 +323,8 @@ def activations_of(division: VerticalDivision, inputs: Tensor) -> list[Tensor]:
         if not isinstance(value, Tensor) or value.ndim < 2 or len(value) != len(inputs):
             what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"the head of party {number} gives {what} for {len(inputs)} examples: activations "
-                f"are a tensor of shape (B, q, ...)"
+                f"the head of party {number} returns {what} for {len(inputs)} examples: "
+                "activations have to be a tensor of shape (B, q, ...)"
             )
         values.append(value)
     joined(values, division.join)
@@ -336,29 +341,31 @@ def _check_plain(module: nn.Module) -> None:
     """Raise ValueError for a module with hooks, which its parts would not call."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         raise ValueError(
-            f"{type(module).__name__} has hooks, which its parts would not call: take them away"
+            f"{type(module).__name__} has hooks, which its parts would not call: remove them"
         )
 
 
 def _check(division: VerticalDivision, columns: int, parties: int | None) -> None:
     if parties is not None and parties != len(division.heads):
         raise ValueError(
-            f"parties is {parties}, but {len(division.heads)} have features: leave it out"
+            f"parties is {parties}, but {len(division.heads)} parties have features: leave it out"
         )
     check_columns(division.features)
     largest = max(max(own) for own in division.features)
     if largest >= columns:
-        raise ValueError(f"features name column {largest}, but inputs have {columns}, from 0")
+        raise ValueError(
+            f"features name column {largest}, but inputs have {columns} columns, counted from 0"
+        )
     owners: dict[int, int] = {}
     for number, part in enumerate((*division.heads, division.tail)):
         for piece in part.pieces:
             if owners.setdefault(id(piece.here), number) != number:
                 raise ValueError(
-                    "a parameter is in two parts of the model, and each part has its own: give "
-                    "heads and tail parameters of their own"
+                    "a parameter is in two parts of the model, but each part needs its own: give "
+                    "heads and tail separate parameters"
                 )
         for buffer in part.module.buffers():
             if owners.setdefault(id(buffer), number) != number:
                 raise ValueError(
-                    "a buffer is in two parts of the model: give heads and tail their own"
+                    "a buffer is in two parts of the model: give heads and tail separate buffers"
                 )

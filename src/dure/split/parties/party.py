@@ -102,12 +102,12 @@ class Party:
             return self._forward(message, now)
         if sender == self.holder and isinstance(message, ActivationGradients):
             return self._backward(message, now)
-        raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
+        raise ValueError(f"{self.name} cannot process a {type(message).__name__} from {sender}")
 
     def _forward(self, message: BeginStep, now: float) -> list[Envelope]:
         if message.number != self.done or self._sent is not None:
             raise ValueError(
-                f"{self.name} is told to begin step {message.number + 1}, and is in step "
+                f"{self.name} should start step {message.number + 1}, but is in step "
                 f"{self.done + 1}"
             )
         rows = self.batches.at(message.number)
@@ -126,7 +126,7 @@ class Party:
         sent = self._sent
         if sent is None or message.step != self.done:
             raise ValueError(
-                f"{self.name} is sent gradients of step {message.step + 1}, and is in step "
+                f"{self.name} received gradients of step {message.step + 1}, but is in step "
                 f"{self.done + 1}"
             )
         gradients = self._gradients(sent, message)

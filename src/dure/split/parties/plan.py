@@ -64,7 +64,7 @@ def ids_of(examples: Examples, id_column: int | None) -> Sequence[Any]:
     if id_column is not None:
         column = _column(examples, id_column)
         if column.is_floating_point() and not bool((column == column.round()).all()):
-            raise ValueError(f"column {id_column} has fractions: ids are whole numbers")
+            raise ValueError(f"column {id_column} has fractions: ids have to be integers")
         ids: Sequence[Any] = column.long().tolist()
         where = f"the numbers of column {id_column}"
     elif examples.keys is not None:
@@ -72,14 +72,14 @@ def ids_of(examples: Examples, id_column: int | None) -> Sequence[Any]:
         where = "the keys of the task"
     else:
         raise ValueError(
-            "nothing names the people who are to be aligned: give the task keys, one for each "
-            "person, or say with id_column which column of the inputs has their ids"
+            "alignment needs ids of people: give the task keys, one for each person, or set "
+            "id_column to the column of the inputs with their ids"
         )
     people = len(owners_of(ids))
     if people < len(ids):
         raise ValueError(
-            f"{where} name {people} people, and there are {len(ids)} examples: to be aligned, each "
-            f"needs an id of its own"
+            f"{where} name {people} people, but there are {len(ids)} examples: for alignment each "
+            "example needs a unique id"
         )
     return ids
 
@@ -88,6 +88,7 @@ def _column(examples: Examples, number: int) -> Tensor:
     inputs, _ = examples.batch(torch.arange(len(examples)))
     if not isinstance(inputs, Tensor) or inputs.ndim != 2 or not 0 <= number < inputs.shape[1]:
         raise ValueError(
-            f"id_column is {number}, but inputs are no tensor of shape (n, columns) that has it"
+            f"id_column is {number}, but inputs are not a tensor of shape (n, columns) with this "
+            "column"
         )
     return inputs[:, number]

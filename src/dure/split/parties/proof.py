@@ -96,8 +96,8 @@ def _check_alike(what: str, one: Tensor, other: Tensor) -> None:
     finite = one.isfinite()
     if not torch.equal(finite, other.isfinite()):
         raise ValueError(
-            f"{what} are not finite in the model or in its parts alone: it does more than its "
-            f"heads, their join and its tail"
+            f"{what} are not finite in the model or in its parts alone: the model does more than "
+            "its heads, their join and its tail"
         )
     # NaN in both: data or model are at fault, and the first step reports the error.
     one = one.where(finite, 0)
@@ -106,6 +106,6 @@ def _check_alike(what: str, one: Tensor, other: Tensor) -> None:
     bound = _ROUNDINGS * torch.finfo(one.dtype).eps * max(float(one.abs().max()), 1.0)
     if apart > bound:
         raise ValueError(
-            f"{what} of the parts are {apart:.2g} away from those of the undivided model: it does "
-            f"more than its heads, their join and its tail"
+            f"{what} of the parts differ by {apart:.2g} from those of the undivided model: the "
+            "model does more than its heads, their join and its tail"
         )

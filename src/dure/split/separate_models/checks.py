@@ -133,8 +133,8 @@ def _called(module: nn.Module, inputs: Any, who: str, what: str) -> Any:
         place = place_of(error, module)
         said = first_line(error)
         raise ValueError(
-            f"{who} does not take {what}: {type(error).__name__}: {said}"
-            f"{f' (in {place})' if place else ''}"
+            f"{who} rejects {what}: {type(error).__name__}: "
+            f"{said}{f' (in {place})' if place else ''}"
         ) from error
 
 
@@ -168,7 +168,7 @@ def check_parts(task: Task, model: ModelParts) -> None:
     """
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
-            raise ValueError(f"{name} has no shape yet: say how large its layers are")
+            raise ValueError(f"{name} has no shape yet: give the sizes of its layers")
     check_no_shared_memory(model)
     _check_untied(model)
     for side, own in parts_of(task):
@@ -186,8 +186,8 @@ def _check_untied(model: ModelParts) -> None:
             there, other = owners.setdefault(id(tensor), (here, at_server))
             if other != at_server:
                 raise ValueError(
-                    f"{there} and {here} are one tensor, and each side has its own: let head and "
-                    f"tail make their own"
+                    f"{there} and {here} are one tensor, but each side needs its own: create "
+                    "separate ones in head and tail"
                 )
 
 
@@ -199,8 +199,8 @@ def _check_optimizer(task: Task, side: str, model: ModelParts) -> None:
         optimizer = task.optimizer(every)
     except Exception as error:
         raise ValueError(
-            f"the optimizer of the {side} cannot be made of its {len(every)} parameters, which are "
-            f"all that it is called with: {described(error)}"
+            f"the optimizer of the {side} cannot be created with its {len(every)} parameters, "
+            f"which are its only argument: {described(error)}"
         ) from error
     check_parameter_wise(optimizer)
     check_settings(optimizer)
@@ -209,13 +209,13 @@ def _check_optimizer(task: Task, side: str, model: ModelParts) -> None:
     given = {id(one) for group in optimizer.param_groups for one in group["params"]}
     if not given <= mine:
         raise ValueError(
-            f"the optimizer of the {side} has parameters that are not the {side}'s: make it of "
-            f"those that it is called with"
+            f"the optimizer of the {side} has parameters that do not belong to the {side}: create "
+            "it with the parameters that it receives"
         )
     if any(one.requires_grad for one in every) and not any(
         id(one) in given for one in every if one.requires_grad
     ):
-        raise ValueError(f"the optimizer of the {side} has none of its parameters that train")
+        raise ValueError(f"the optimizer of the {side} has none of its trainable parameters")
 
 
 def notes_on_head(model: ModelParts, train: Examples) -> list[str]:
@@ -224,17 +224,15 @@ def notes_on_head(model: ModelParts, train: Examples) -> list[str]:
     notes = []
     if not any(one.requires_grad for one in model.head.parameters()):
         notes.append(
-            "the head has no parameter that trains: no gradient goes back to it, and it stays what "
-            "it is; the tail learns from what it gives"
+            "the head has no trainable parameter: it receives no gradient and does not change; "
+            "the tail learns from its output"
         )
     inputs = sample(train, 2)
     with trial_copy(model.head) as tried:
         _, given = flatten(_called(tried, inputs, "the head", "its examples"), "the head")
     memory = {one.untyped_storage().data_ptr() for one in _tensors(inputs) if one.numel()}
     if any(one.untyped_storage().data_ptr() in memory for one in given if one.numel()):
-        notes.append(
-            "the head gives something of the examples on as it is, and the server sees that"
-        )
+        notes.append("the head passes a part of the examples on unchanged, so the server sees it")
     return notes
 
 

@@ -114,9 +114,9 @@ class OutputForm(msgspec.Struct, frozen=True):
         for place, one in enumerate(self.tensors):
             if self.dim(place) is None and (one.differentiable or one.few != one.many):
                 raise ValueError(
-                    f"a value at the cut has the shape {list(one.few)} for {self.few} examples and "
-                    f"{list(one.many)} for {self.many}: batches of several clients cannot be one "
-                    f"batch; let the head give values whose rows are examples"
+                    f"a value at the cut has the shape {list(one.few)} for {self.few} examples "
+                    f"and {list(one.many)} for {self.many}: batches of several clients cannot be "
+                    "joined; let the head return values whose rows are examples"
                 )
 
     def nbytes(self, examples: int) -> tuple[int, int]:
@@ -151,7 +151,7 @@ class OutputForm(msgspec.Struct, frozen=True):
         if not fits:
             given = ", ".join(f"{_name(one.dtype)} {list(one.shape)}" for one in values)
             raise ValueError(
-                f"{who} gives {given or 'no tensor'} for {examples} examples, and was to give "
+                f"{who} returns {given or 'no tensor'} for {examples} examples, but has to return "
                 f"{self}"
             )
 
@@ -188,9 +188,9 @@ def form_of(few: Any, many: Any, sizes: tuple[int, int], who: str) -> OutputForm
     other_nest, other = flatten(many, who)
     if nest != other_nest:
         raise ValueError(
-            f"{who} gives {_told(nest, None)} for {sizes[0]} examples and "
-            f"{_told(other_nest, None)} for {sizes[1]}: what is no tensor has to be the same for "
-            f"every batch"
+            f"{who} returns {_told(nest, None)} for {sizes[0]} examples and "
+            f"{_told(other_nest, None)} for {sizes[1]}: values that are not tensors have to be "
+            "the same for every batch"
         )
     return OutputForm(
         nest=nest,
@@ -212,12 +212,12 @@ def decoded(text: bytes) -> OutputForm:
         for one in form.tensors:
             dtype_of(one.dtype)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"this is no form of what leaves a head: {error}") from error
+        raise ValueError(f"this is not a form of a head's output: {error}") from error
     fits = all(sorted(one.order) == list(range(len(one.few))) for one in form.tensors)
     sizes = [size for one in form.tensors for size in (*one.few, *one.many)]
     counts = _count(form.nest) == len(form.tensors) and 0 < form.few < form.many
     if not fits or not counts or min(sizes, default=0) < 0:
-        raise ValueError("this is no form of what leaves a head: its numbers do not fit together")
+        raise ValueError("this is not a form of a head's output: its numbers are inconsistent")
     return form
 
 
@@ -233,8 +233,8 @@ def check_extent(form: OutputForm) -> None:
     ]
     if sum(sizes) > MOST_TRIED:
         raise ValueError(
-            f"what leaves the head would have {sum(sizes):,} bytes for {form.many} examples, and "
-            f"may have {MOST_TRIED:,}"
+            f"the head's output would have {sum(sizes):,} bytes for {form.many} examples, but may "
+            f"have at most {MOST_TRIED:,}"
         )
 
 
@@ -250,7 +250,9 @@ def flatten(value: Any, who: str) -> tuple[Node, list[Tensor]]:
 def _flatten(value: Any, who: str, tensors: list[Tensor]) -> Node:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_nested:
-            raise ValueError(f"{who} gives a tensor that is not dense: give it by to_dense()")
+            raise ValueError(
+                f"{who} returns a tensor that is not dense: convert it with to_dense()"
+            )
         tensors.append(value)
         return TensorPlaceholder()
     finite = not isinstance(value, float) or math.isfinite(value)
@@ -263,8 +265,8 @@ def _flatten(value: Any, who: str, tensors: list[Tensor]) -> Node:
         items = tuple(_flatten(one, who, tensors) for one in value.values())
         return Nest("dict", items, tuple(value))
     raise ValueError(
-        f"{who} gives a {type(value).__name__}, which cannot travel: give tensors, numbers and "
-        f"texts, in tuples, lists or dicts with texts as keys"
+        f"{who} returns a {type(value).__name__}, which cannot be sent: return tensors, numbers "
+        "and texts, in tuples, lists or dicts with texts as keys"
     )
 
 
@@ -307,5 +309,5 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of this name. Raises ValueError for an unknown name."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"this is no form of what leaves a head: there is no dtype {name!r}")
+        raise ValueError(f"this is not a form of a head's output: there is no dtype {name!r}")
     return found

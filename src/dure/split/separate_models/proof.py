@@ -65,8 +65,8 @@ def prove(task: JoinedTask, model: nn.Module, examples: int) -> Proof | None:
         return None
     if found is not None:
         raise ValueError(
-            f"head and tail apart {found}, so something besides what the head returns goes from "
-            f"one to the other: let the head return it"
+            f"head and tail apart {found}, so something besides the head's output passes from one "
+            "to the other: let the head return it"
         )
     return Proof(_WHAT, time.perf_counter() - started)
 
@@ -95,7 +95,7 @@ def _found(right: SplitStepResult, apart: SeparateDividedModel, batch: Microbatc
         tried = _apart(apart, batch)
     except Exception as error:
         said = f"{type(error).__name__}: {first_line(error)}"
-        return f"fail where the model undivided does not ({said})"
+        return f"fail although the undivided model does not ({said})"
     found = _difference(right, tried)
     return None if found is None else f"give {found} than the model undivided"
 

@@ -146,8 +146,8 @@ class ClientPart:
         clones: frozenset[int] = frozenset()
         if (self.model.end is None) != (arriving is None):
             raise ValueError(
-                "the loss has to be on one side: give it to the tail's task, to which the labels "
-                "go, or to the head's together with an end"
+                "the loss has to be on one side: give it to the tail's task, which receives the "
+                "labels, or to the head's task together with an end"
             )
         if self.model.end is not None and arriving is not None:
             receives[2] = arriving

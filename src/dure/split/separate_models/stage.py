@@ -137,8 +137,8 @@ class ModuleStage:
                 continue
             if now is None or now.shape != buffer.shape or now.dtype != buffer.dtype:
                 raise ValueError(
-                    f"{self.who} puts something of another shape in the place of its buffer "
-                    f"{name}: let buffers keep their shapes"
+                    f"{self.who} replaces its buffer {name} by a tensor of another shape: buffers "
+                    "have to keep their shapes"
                 )
             buffer.data.copy_(now.detach())
             module._buffers[name] = buffer
@@ -148,15 +148,16 @@ class ModuleStage:
         nest, tensors = flatten(outputs, self.who)
         if nest != gives.nest:
             raise ValueError(
-                f"{self.who} gives another structure, or other numbers or texts, than before the "
-                f"first step, when it gave {gives}: what is no tensor has to stay the same"
+                f"{self.who} returns another structure, or other numbers or texts, than before "
+                f"the first step, when it returned {gives}: values that are not tensors have to "
+                "stay the same"
             )
         gives.check(tensors, examples, self.who)
         for value, one in zip(tensors, gives.tensors, strict=True):
             if value.requires_grad and not one.differentiable:
                 raise ValueError(
-                    f"{self.who} gives a value with a gradient that had none before the first "
-                    f"step: let the same parameters train in every step"
+                    f"{self.who} returns a value with a gradient that had none before the first "
+                    "step: train the same parameters in every step"
                 )
         return tensors
 

@@ -269,7 +269,7 @@ def test_hosts_with_the_same_key_reach_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ((b"a key", b"another"), "rank [01] has not proved that it knows DURE_KEY"),
+        ((b"a key", b"another"), "rank [01] has not proved that it has DURE_KEY"),
         ((b"a key", None), "rank [01] has (a|no) key, unlike this one: set DURE_KEY"),
     ],
 )

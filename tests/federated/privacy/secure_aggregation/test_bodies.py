@@ -108,7 +108,9 @@ def test_what_is_too_long_too_deep_or_of_another_type_is_refused(body: bytes) ->
 
 def test_a_message_that_is_too_long_is_not_even_read() -> None:
     long = to_body(Survivors(())) + bytes(MOST_BODY)
-    with pytest.raises(ProtocolError, match=f"has {len(long)} bytes, and may have {MOST_BODY}"):
+    with pytest.raises(
+        ProtocolError, match=f"has {len(long)} bytes, but may have at most {MOST_BODY}"
+    ):
         from_body(long, Survivors)
 
 

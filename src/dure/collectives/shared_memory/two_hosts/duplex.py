@@ -201,7 +201,7 @@ def connection(
     if keyed != (key is not None):
         which = "a key" if keyed else "no key"
         raise _unproved(
-            meeting, f"has {which}, unlike this one: set {VARIABLE} alike on both hosts"
+            meeting, f"has {which}, unlike this one: set {VARIABLE} to the same value on both hosts"
         )
     # Neither knows an address if the store is on this machine: then loopback suffices. If only one
     # host knows an address, they cannot connect.
@@ -217,8 +217,8 @@ def connection(
         if key is not None:
             raise _unproved(
                 meeting,
-                f"has not proved that it knows {VARIABLE}, or does not reach this host, or has "
-                "not the core in C",
+                f"has not proved that it has {VARIABLE}, or cannot reach this host, or lacks the "
+                "C core",
             )
         return None
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # short calls leave at once
