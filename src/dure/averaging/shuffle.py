@@ -3,7 +3,7 @@
 Rank i has n_i of n examples, and the ranks before it have n_0 + … + n_(i-1) = o_i examples.
 
     p_i            a permutation of rank i's examples, a function of (seed, i)
-    example p_i(k) of rank i goes to rank (o_i + k) mod N,    k = 0 … n_i - 1
+    example p_i(k) of rank i outgoing to rank (o_i + k) mod N,    k = 0 … n_i - 1
 
 Every rank thus gets the N-th part of each rank's examples, drawn at random, and has n/N in all,
 each to within one. The destination of an example follows from the seed and the n_i alone: no rank
@@ -49,7 +49,7 @@ def shuffle_counts(counts: Sequence[int]) -> list[list[int]]:
     rows = []
     before = 0
     for count in counts:
-        # Example k goes to rank (before + k) mod N: the first example for rank j has k = first.
+        # Example k outgoing to rank (before + k) mod N: the first example for rank j has k = first.
         firsts = [(rank - before) % ranks for rank in range(ranks)]
         rows.append([max(0, -(-(count - first) // ranks)) for first in firsts])
         before += count
@@ -66,15 +66,15 @@ def outgoing_positions(counts: Sequence[int], rank: int, seed: int) -> list[Tens
     return [drawn[(to - before) % ranks :: ranks].sort().values for to in range(ranks)]
 
 
-def division_after(parts: Sequence[Tensor], seed: int) -> list[Tensor]:
+def shuffled_indices(parts: Sequence[Tensor], seed: int) -> list[Tensor]:
     """Return the indices of the examples of each rank after the shuffle, in the order on that rank.
 
     parts: indices of the examples of each rank before, from a partition.
     """
     counts = list(map(len, parts))
-    rows = [outgoing_positions(counts, rank, seed) for rank in range(len(counts))]
+    positions = [outgoing_positions(counts, rank, seed) for rank in range(len(counts))]
     return [
-        torch.cat([part[row[to]] for part, row in zip(parts, rows, strict=True)])
+        torch.cat([part[sent[to]] for part, sent in zip(parts, positions, strict=True)])
         for to in range(len(counts))
     ]
 
@@ -117,7 +117,7 @@ class ExampleLayout(NamedTuple):
         return sum(leaf.nbytes for leaf in self.leaves)
 
     @property
-    def rows(self) -> int:
+    def examples_per_piece(self) -> int:
         """Examples of a piece."""
         return max(1, PIECE // max(1, self.nbytes))
 
@@ -147,42 +147,46 @@ def shuffle_examples(
     """
     layout = ExampleLayout.of(examples, int(indices[0]))
     _check_alike(layout, group)
-    rows = shuffle_counts(counts)
-    arriving = [row[group.rank] for row in rows]
+    sent_counts = shuffle_counts(counts)
+    received_counts = [row[group.rank] for row in sent_counts]
     # The examples for this rank are stored in the order of the sending ranks.
-    mine = _room(layout, sum(arriving), sum(counts))
-    starts = [sum(arriving[:rank]) for rank in range(group.size)]
-    parts = outgoing_positions(counts, group.rank, seed)
+    received = _allocate(layout, sum(received_counts), sum(counts))
+    starts = [sum(received_counts[:rank]) for rank in range(group.size)]
+    positions = outgoing_positions(counts, group.rank, seed)
     group.settle()
     with torch.no_grad(), group.during("the shuffle"):
         for step in range(group.size):
             to = (group.rank + step) % group.size
             origin = (group.rank - step) % group.size
             start = starts[origin]
-            for first in range(0, max(len(parts[to]), arriving[origin]), layout.rows):
-                goes = _read(examples, indices[parts[to][first : first + layout.rows]])
-                stop = start + min(first + layout.rows, arriving[origin])
-                comes = [leaf[start + first : max(stop, start + first)] for leaf in mine]
-                _pass(goes, to, comes, origin, group)
-    inputs, targets = tree_unflatten(mine, layout.tree)
+            for first in range(
+                0, max(len(positions[to]), received_counts[origin]), layout.examples_per_piece
+            ):
+                outgoing = _read_piece(
+                    examples, indices[positions[to][first : first + layout.examples_per_piece]]
+                )
+                stop = start + min(first + layout.examples_per_piece, received_counts[origin])
+                incoming = [leaf[start + first : max(stop, start + first)] for leaf in received]
+                _exchange_piece(outgoing, to, incoming, origin, group)
+    inputs, targets = tree_unflatten(received, layout.tree)
     return Examples(inputs, targets, classes=examples.classes)
 
 
-def _room(layout: ExampleLayout, count: int, n: int) -> list[Tensor]:
+def _allocate(layout: ExampleLayout, count: int, n: int) -> list[Tensor]:
     """Return memory for `count` of n examples; on a disk if the n examples are large."""
     free = available_memory()
     # All n, because the ranks may share a machine.
     if free is not None and 2 * n * layout.nbytes > free:
         try:
             disk = Disk()
-            return [disk.empty((count, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
+            return [disk.zeros((count, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
         except DiskError:
             # There is no disk, or it is full: memory may still suffice.
             pass
     return [torch.empty((count, *leaf.shape), dtype=leaf.dtype) for leaf in layout.leaves]
 
 
-def _read(examples: Examples, indices: Tensor) -> list[Tensor]:
+def _read_piece(examples: Examples, indices: Tensor) -> list[Tensor]:
     """Return the tensors of these examples; an empty list for no examples."""
     if not len(indices):
         return []
@@ -190,17 +194,17 @@ def _read(examples: Examples, indices: Tensor) -> list[Tensor]:
     return [materialised(leaf.detach()) for leaf in leaves]
 
 
-def _pass(
-    goes: Sequence[Tensor], to: int, comes: Sequence[Tensor], origin: int, group: Group
+def _exchange_piece(
+    outgoing: Sequence[Tensor], to: int, incoming: Sequence[Tensor], origin: int, group: Group
 ) -> None:
     """Send a piece and receive a piece; a rank copies its own pieces without a message."""
     if to == group.rank:
-        for target, source in zip(comes, goes, strict=True):
+        for target, source in zip(incoming, outgoing, strict=True):
             target.copy_(source)
         return
     # As bytes: not every backend supports every dtype.
-    sends = [(_bytes_of(leaf), to) for leaf in goes]
-    receives = [(_bytes_of(leaf), origin) for leaf in comes]
+    sends = [(_bytes_of(leaf), to) for leaf in outgoing]
+    receives = [(_bytes_of(leaf), origin) for leaf in incoming]
     group.transfer(sends, receives)
 
 
@@ -234,5 +238,7 @@ def messages_sent(counts: Sequence[int], rank: int, layout: ExampleLayout) -> in
     A piece has a message for each tensor of an example that has elements.
     """
     row = shuffle_counts(counts)[rank]
-    pieces = sum(-(-count // layout.rows) for to, count in enumerate(row) if to != rank)
+    pieces = sum(
+        -(-count // layout.examples_per_piece) for to, count in enumerate(row) if to != rank
+    )
     return pieces * sum(leaf.nbytes > 0 for leaf in layout.leaves)

@@ -16,7 +16,7 @@ from dure.cli.flags import LimitOptions, ResumeOptions, parse_flags
 from dure.cli.interrupts import interrupts_raise
 from dure.errors import DureError, suggestion
 from dure.peer_text import printable
-from dure.worlds.launcher_environment import leads_here, under_torchrun
+from dure.worlds.launcher_environment import is_leader_process, under_torchrun
 from dure.worlds.processes.fork_server import server
 
 if TYPE_CHECKING:
@@ -32,50 +32,52 @@ def _nothing(event: Mapping[str, Any]) -> None:
     pass
 
 
-def resumed(
+def resume_run(
     flags: list[str],
     command: str = "dure train",
-    parts: Mapping[str, Any] | None = None,
-    hears: Callable[[Mapping[str, Any]], EventHandler] = lambda asked: _nothing,
+    option_groups: Mapping[str, Any] | None = None,
+    make_handler: Callable[[Mapping[str, Any]], EventHandler] = lambda options: _nothing,
 ) -> int:
     """Resume a run, and return the exit status.
 
-    command: the typed command. parts: further flags. hears: makes the receiver of events from all
-    flags.
+    command: the typed command. option_groups: further flags. make_handler: makes the receiver of
+    events from all flags.
     """
-    asked = parse_flags(
+    options = parse_flags(
         command,
-        {"limits": LimitOptions, "how": ResumeOptions, **(parts or {})},
+        {"limits": LimitOptions, "how": ResumeOptions, **(option_groups or {})},
         flags,
         "Go on with a run.",
     )
-    how: ResumeOptions = asked["how"]
-    folder = how.resume
+    resume_options: ResumeOptions = options["how"]
+    folder = resume_options.resume
     from dure.run.config import run_request_of
     from dure.run.train import resume
 
     stop = (
-        asked["limits"].stop() if asked["limits"] != LimitOptions() else run_request_of(folder).stop
+        options["limits"].to_stop()
+        if options["limits"] != LimitOptions()
+        else run_request_of(folder).stop
     )
     return show_run(
         partial(
             resume,
             folder,
-            task=how.task,
-            strategy=how.strategy,
-            world=how.world,
-            rules=how.rules,
-            weights=how.weights,
+            task=resume_options.task,
+            strategy=resume_options.strategy,
+            world=resume_options.world,
+            rules=resume_options.rules,
+            weights=resume_options.weights,
             stop=stop,
-            check=how.check,
-            track=how.track,
+            check=resume_options.check,
+            track=resume_options.track,
         ),
         stop,
-        quiet=how.json or not leads_here(),
-        as_json=how.json and leads_here(),
+        quiet=resume_options.json or not is_leader_process(),
+        as_json=resume_options.json and is_leader_process(),
         folder=folder,
         command=command,
-        hears=hears(asked),
+        on_event=make_handler(options),
     )
 
 
@@ -87,7 +89,7 @@ def show_run(
     as_json: bool,
     folder: Path,
     command: str = "dure train",
-    hears: EventHandler = _nothing,
+    on_event: EventHandler = _nothing,
 ) -> int:
     """Execute a run with a display, print its results and folder, and return the exit status.
 
@@ -98,18 +100,18 @@ def show_run(
         as_json: print the summary as JSON on standard output.
         folder: the run folder.
         command: command that resumes an interrupted run.
-        hears: further receiver of each event.
+        on_event: further receiver of each event.
     """
     from dure.cli.show import Display, error_console, table
 
     try:
         with Display(stop, quiet) as display:
 
-            def told(event: dict[str, Any]) -> None:
+            def handle(event: dict[str, Any]) -> None:
                 display("training", event)
-                hears(event)
+                on_event(event)
 
-            done = run(on_progress=told)
+            finished = run(on_progress=handle)
     except DureError as error:
         # If the input has to change (2), resuming would fail in the same way.
         if error.exit_code == 1 and (folder / "checkpoint").is_dir():
@@ -119,21 +121,21 @@ def show_run(
             )
         raise
     if as_json:
-        print(json.dumps({**done.summary, "folder": str(folder)}))
+        print(json.dumps({**finished.summary, "folder": str(folder)}))
     elif not quiet:
         console = error_console()
-        console.print(table([done.summary], console))
-        if "facts" in done.summary:
-            _say_facts(folder)
+        console.print(table([finished.summary], console))
+        if "facts" in finished.summary:
+            _print_facts(folder)
         print(f"run folder: {folder}", file=sys.stderr)
-    if done.summary["ended"] != "interrupt":
+    if finished.summary["ended"] != "interrupt":
         return 0
     if not quiet:
         print(f"interrupted; go on with: {command} --resume {folder}", file=sys.stderr)
     return 130
 
 
-def _say_facts(folder: Path) -> None:
+def _print_facts(folder: Path) -> None:
     """Print lines about a run's pipeline, federation and privacy.
 
     Stages and bubble of a pipeline, outcomes of a federation's assignments, and privacy promises.
@@ -142,8 +144,8 @@ def _say_facts(folder: Path) -> None:
     from dure.report.read import read_run
 
     run = read_run(folder)
-    told = (pipeline.in_a_line(run), federated.in_a_line(run), privacy.in_a_line(run))
-    for line in filter(None, told):
+    lines = (pipeline.in_a_line(run), federated.in_a_line(run), privacy.in_a_line(run))
+    for line in filter(None, lines):
         print(printable(line), file=sys.stderr)
 
 
@@ -163,7 +165,9 @@ def check_names(reference: str, systems: list[str]) -> None:
 def start_fork_server() -> None:
     """Start the fork server, which loads torch in parallel; under torchrun no process forks."""
     if not under_torchrun():
-        server.begins_with("dure.run.drive")  # which a rank runs, and this process imports later
+        server.import_at_start(
+            "dure.run.drive"
+        )  # which a rank runs, and this process imports later
         server.start()
 
 
@@ -178,14 +182,14 @@ def file_name(task: Task) -> str:
 
 
 @contextmanager
-def run_folder(asked: Path | None, name: str) -> Iterator[Path]:
+def run_folder(requested: Path | None, name: str) -> Iterator[Path]:
     """Context manager: return the requested folder, or a new folder in runs/.
 
     The new folder is made at once, so that no other process takes it.
     """
     with interrupts_raise():
-        made = asked is None or not asked.exists()
-        folder = _new_folder(name) if asked is None else asked
+        is_new = requested is None or not requested.exists()
+        folder = _new_folder(name) if requested is None else requested
         try:
             yield folder
         except KeyboardInterrupt:
@@ -193,16 +197,16 @@ def run_folder(asked: Path | None, name: str) -> Iterator[Path]:
             with suppress(OSError):
                 if [each.name for each in folder.iterdir()] == ["config.json"]:
                     (folder / "config.json").unlink()
-            _remove_if_empty(folder, made)
+            _remove_if_empty(folder, is_new)
             raise
         except BaseException:
-            _remove_if_empty(folder, made and asked is None)
+            _remove_if_empty(folder, is_new and requested is None)
             raise
 
 
-def _remove_if_empty(folder: Path, made: bool) -> None:
+def _remove_if_empty(folder: Path, is_new: bool) -> None:
     """Remove a folder that this command made, unless a run has written files into it."""
-    if made:
+    if is_new:
         with suppress(OSError):  # something is in it
             folder.rmdir()
             if folder.parent == _RUNS:  # which may have been made with it
@@ -216,7 +220,7 @@ _RUNS = Path("runs")
 def _new_folder(name: str) -> Path:
     wanted = _RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # Under torchrun the other ranks only need a path that is not None; they write nothing.
-    if not leads_here():  # rank 0 makes it
+    if not is_leader_process():  # rank 0 makes it
         return wanted
     folder = wanted
     count = 1

@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 
 import torch
 
-Called = TypeVar("Called", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _NAME = "torch._dynamo"
 _SETTINGS = "torch._dynamo.config"
-_NOTICE = "__dynamo_disable"
+_DISABLED = "__dynamo_disable"
 """Attribute of a function excluded from compilation; its value is the function to call."""
 
 _lock = threading.RLock()
@@ -39,16 +39,18 @@ class _StandIn(ModuleType):
 
     def __init__(self) -> None:
         super().__init__(_NAME)
-        self._noticed: list[Any] = []
+        self._excluded: list[Any] = []
         self.config: ModuleType
 
     def graph_break(self, msg: str = "") -> None:
         """Do nothing, since nothing is traced."""
 
-    def disable(self, function: Callable[..., Any], *how: Any, **more: Any) -> Callable[..., Any]:
+    def disable(
+        self, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Callable[..., Any]:
         """Return the function unchanged."""
         # torch caches this answer as an attribute of the function; `leave` removes the attribute.
-        self._noticed.append(function)
+        self._excluded.append(function)
         return function
 
     def __getattr__(self, name: str) -> Any:
@@ -73,11 +75,11 @@ class _StandIn(ModuleType):
             if "config" in vars(self):
                 del sys.modules[_SETTINGS]
                 del self.config
-            for function in self._noticed:
+            for function in self._excluded:
                 # Only the attributes that come from the stand-in; torch asks the compiler again.
-                if getattr(function, _NOTICE, None) is function:
-                    delattr(function, _NOTICE)
-            self._noticed.clear()
+                if getattr(function, _DISABLED, None) is function:
+                    delattr(function, _DISABLED)
+            self._excluded.clear()
 
 
 def load_compiler_settings() -> None:
@@ -86,19 +88,19 @@ def load_compiler_settings() -> None:
     torch's fake tensors read two of the settings and nothing else of the compiler.
     """
     with _lock:
-        there = sys.modules.get(_NAME)
-        if not isinstance(there, _StandIn) or "config" in vars(there):
+        module = sys.modules.get(_NAME)
+        if not isinstance(module, _StandIn) or "config" in vars(module):
             return
         file = Path(torch.__file__).parent / "_dynamo" / "config.py"
         spec = importlib.util.spec_from_file_location(_SETTINGS, file)
         # A torch version with the settings elsewhere: they load together with the compiler.
         if not file.exists() or spec is None or spec.loader is None:
             return
-        there.config = sys.modules[_SETTINGS] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(there.config)
+        module.config = sys.modules[_SETTINGS] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module.config)
 
 
-def excluded_from_compilation(function: Called) -> Called:
+def excluded_from_compilation(function: Function) -> Function:
     """Return the function excluded from compilation.
 
     Used for hooks of compiled modules, whose calls the compiler would trace with their hooks.
@@ -127,6 +129,6 @@ def deferred_compiler() -> Iterator[None]:
         with _lock:
             _users -= 1
             # The stand-in is still present if no code has compiled meanwhile.
-            there = sys.modules.get(_NAME)
-            if not _users and isinstance(there, _StandIn):
-                there.leave()
+            module = sys.modules.get(_NAME)
+            if not _users and isinstance(module, _StandIn):
+                module.leave()

@@ -52,7 +52,7 @@ WINDOW = 64 << 20
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 """Types of file systems whose files are in memory."""
 
-_UNSET = frozenset(
+_UNDEFINED_VALUES = frozenset(
     {
         "aten::empty",
         "aten::empty_like",
@@ -64,7 +64,7 @@ _UNSET = frozenset(
 )
 """Operations that create a tensor with undefined values."""
 
-_ZERO = frozenset({"aten::zeros", "aten::zeros_like", "aten::new_zeros"})
+_ZERO_VALUES = frozenset({"aten::zeros", "aten::zeros_like", "aten::new_zeros"})
 """Operations that create zeros, which a new file has already."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -103,19 +103,19 @@ class Disk:
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        self.folder = _usual() if folder is None else Path(folder)
+        self.folder = _default_folder() if folder is None else Path(folder)
         kind = kind_of(self.folder)
         if kind in _IN_MEMORY:
             raise DiskError(
                 f"{self.folder} is a {kind}, which lies in memory: name a folder on a disk"
             )
 
-    def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+    def zeros(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         """Return zeros of this shape, in a new file."""
         size = torch.Size(shape)
         if not size.numel():
             return torch.empty(size, dtype=dtype)
-        return self._flat(size.numel() * dtype.itemsize).view(dtype).view(size)
+        return self._bytes_in_file(size.numel() * dtype.itemsize).view(dtype).view(size)
 
     def place(self, tensor: Tensor, values: bool = True) -> Tensor:
         """Return a tensor of this shape and strides in a new file.
@@ -125,14 +125,14 @@ class Disk:
         storage = tensor.untyped_storage()
         # The bytes are the values, unless a conjugation or negation is lazy.
         as_bytes = values and not tensor.is_conj() and not tensor.is_neg()
-        flat = self._flat(storage.nbytes(), storage if as_bytes else None)
+        flat = self._bytes_in_file(storage.nbytes(), storage if as_bytes else None)
         own = torch.empty(0, dtype=tensor.dtype)
         own.set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
         if values and not as_bytes:
             own.copy_(tensor)
         return own
 
-    def _flat(self, nbytes: int, content: torch.UntypedStorage | None = None) -> Tensor:
+    def _bytes_in_file(self, nbytes: int, content: torch.UntypedStorage | None = None) -> Tensor:
         """Return at least one and `nbytes` bytes in a new file: a copy of `content`, or zeros."""
         length = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         address = self._map(length, content)
@@ -151,8 +151,8 @@ class Disk:
                 os.posix_fallocate(file, 0, length)
                 if content is not None:
                     _write(file, content)
-                flags = mmap.PROT_READ | mmap.PROT_WRITE
-                address = _libc.mmap(None, length, flags, mmap.MAP_SHARED, file, 0)
+                protection = mmap.PROT_READ | mmap.PROT_WRITE
+                address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, file, 0)
                 number = ctypes.get_errno()
             finally:
                 os.close(file)
@@ -187,8 +187,8 @@ def mapped_view(file: int, offset: int, shape: Iterable[int], dtype: torch.dtype
     length = before + size.numel() * dtype.itemsize
     # Without reserving memory for all pages that could be written.
     flags = mmap.MAP_PRIVATE | _NORESERVE
-    rights = mmap.PROT_READ | mmap.PROT_WRITE
-    address = _libc.mmap(None, length, rights, flags, file, offset - before)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, length, protection, flags, file, offset - before)
     if address in (None, ctypes.c_void_p(-1).value):
         reason = os.strerror(ctypes.get_errno())
         raise DiskError(f"{length / 1e9:.3g} GB of a file cannot be mapped: {reason}")
@@ -231,7 +231,7 @@ def _unmap(address: int, length: int) -> None:
         _libc.munmap(address, length)
 
 
-def _usual() -> Path:
+def _default_folder() -> Path:
     """Return the first usual folder that is on a disk. Raises DiskError if there is none."""
     tried = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]
     for folder in tried:
@@ -265,19 +265,19 @@ def kind_of(folder: Path) -> str:
     return best[1]
 
 
-class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _MappingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that releases used mapped tensors and moves new tensors to the disk.
 
     Tensors are released a window at a time. disk: None moves nothing. least: bytes of the smallest
-    tensor that is moved. spared: bytes that are
+    tensor that is moved. memory_budget: bytes that are
     created in memory before the first file.
     """
 
-    def __init__(self, disk: Disk | None, least: int, spared: int = 0) -> None:
+    def __init__(self, disk: Disk | None, least: int, memory_budget: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.disk = disk
         self.least = least
-        self.spared = spared
+        self.memory_budget = memory_budget
         # Addresses of resident mappings, with their bytes.
         self._resident: dict[int, int] = {}
         self._nbytes = 0
@@ -287,43 +287,43 @@ class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         given = kwargs or {}
         result = func(*args, **given)
-        known = {_storage(tensor) for tensor in _tensors((args, given))}
+        known = {_storage_address(tensor) for tensor in _tensors((args, given))}
         for address in known & _segments.keys():
-            self._note(address)
+            self._mark_resident(address)
         if self.disk is not None and any(map(self._is_large, _tensors(result))):
-            result = self._moved(func._schema.name, result, known, self.disk)
+            result = self._moved_to_disk(func._schema.name, result, known, self.disk)
         if self._nbytes >= WINDOW:
-            self.release()
+            self.release_resident()
         return result
 
-    def _moved(self, name: str, result: Any, known: set[int], disk: Disk) -> Any:
+    def _moved_to_disk(self, name: str, result: Any, known: set[int], disk: Disk) -> Any:
         """Return an operation's result, moved to the disk. known: addresses of its inputs."""
-        values = name not in _UNSET and name not in _ZERO
+        values = name not in _UNDEFINED_VALUES and name not in _ZERO_VALUES
         moved: dict[int, Tensor] = {}
 
         def move(tensor: Tensor) -> Tensor:
             # A tensor that shares memory with an input is not new: a view, or changed in place.
-            if not self._is_large(tensor) or _storage(tensor) in known:
+            if not self._is_large(tensor) or _storage_address(tensor) in known:
                 return tensor
             nbytes = tensor.untyped_storage().nbytes()
-            if nbytes <= self.spared:
-                self.spared -= nbytes
+            if nbytes <= self.memory_budget:
+                self.memory_budget -= nbytes
                 return tensor
             if id(tensor) not in moved:
                 moved[id(tensor)] = disk.place(tensor, values)
-                self._note(_storage(moved[id(tensor)]))
+                self._mark_resident(_storage_address(moved[id(tensor)]))
             return moved[id(tensor)]
 
         return tree_map_only(Tensor, move, result)
 
-    def _note(self, address: int) -> None:
+    def _mark_resident(self, address: int) -> None:
         """Record that the mapping at `address` is resident now."""
         if address not in self._resident:
             nbytes = _segments.get(address, 0)
             self._resident[address] = nbytes
             self._nbytes += nbytes
 
-    def release(self) -> None:
+    def release_resident(self) -> None:
         """Release all resident mappings."""
         with _lock:
             for address in self._resident:
@@ -348,7 +348,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     """Return the address of a tensor's memory; 0 if it has none or cannot be known."""
     kind = type(tensor)
     # Other tensors, such as those of a trace, may have no memory; asking can end the process.
@@ -360,37 +360,37 @@ def _storage(tensor: Tensor) -> int:
 
 
 @contextmanager
-def mapped(disk: Disk, least: int = LEAST, spared: int = 0) -> Iterator[Disk]:
+def mapped(disk: Disk, least: int = LEAST, memory_budget: int = 0) -> Iterator[Disk]:
     """Context manager in which tensors of `least` bytes or more are created in files.
 
     It applies to tensors that this thread creates on the CPU. Views, tensors that are changed in
-    place, and tensors of other threads stay in place, and so do the first `spared` bytes. Used
-    tensors leave memory, as in `releasing_used_pages`.
+    place, and tensors of other threads stay in place, and so do the first `memory_budget`
+    bytes. Used tensors leave memory, as in `releasing_used_pages`.
     """
-    with _entered(_Mapping(disk, least, spared)):
+    with _entered_mode(_MappingMode(disk, least, memory_budget)):
         yield disk
 
 
 @contextmanager
 def releasing_used_pages() -> Iterator[None]:
     """Context manager in which mapped tensors that this thread uses leave memory in windows."""
-    with _entered(_Mapping(None, 0)):
+    with _entered_mode(_MappingMode(None, 0)):
         yield
 
 
 @contextmanager
-def _entered(mapping: _Mapping) -> Iterator[None]:
+def _entered_mode(mapping: _MappingMode) -> Iterator[None]:
     try:
         # The first mode of a process would load the compiler, which takes seconds.
         with deferred_compiler(), mapping:
             yield
     finally:
-        mapping.release()
+        mapping.release_resident()
 
 
 def is_mapped(tensor: Tensor) -> bool:
     """Return whether a tensor is in a file."""
-    return _storage(tensor) in _segments or _storage(tensor) in _views
+    return _storage_address(tensor) in _segments or _storage_address(tensor) in _views
 
 
 @torch.no_grad()
@@ -400,7 +400,7 @@ def move_views_to_files(tensors: Iterable[Tensor]) -> None:
     The tensor objects stay the same. Raises DiskError if there is no disk for them.
     """
     for tensor in tensors:
-        if _storage(tensor) in _views:
+        if _storage_address(tensor) in _views:
             tensor.data = Disk().place(tensor)
             release_pages([tensor])
 
@@ -429,7 +429,7 @@ def release_all_pages() -> None:
 def _advise(tensors: Iterable[Tensor], advice: int) -> None:
     for tensor in tensors:
         # The tensor keeps its mapping alive during the call.
-        address = _storage(tensor)
+        address = _storage_address(tensor)
         length = _segments.get(address)
         if length is not None:
             _libc.madvise(address, length, advice)
@@ -439,18 +439,18 @@ def _advise(tensors: Iterable[Tensor], advice: int) -> None:
             _libc.madvise(*_views[address], own)
 
 
-def in_own_file(tensor: Tensor) -> bool:
+def is_on_disk(tensor: Tensor) -> bool:
     """Return whether a tensor is in a file of `Disk`, which stores writes."""
-    return _storage(tensor) in _segments
+    return _storage_address(tensor) in _segments
 
 
-def bytes_with_owner(tensor: Tensor, held: Any) -> Tensor:
+def bytes_with_owner(tensor: Tensor, owner: Any) -> Tensor:
     """Return the bytes of a mapped tensor, as a tensor whose storage keeps an object alive.
 
-    The release of `held` shows that no tensor derived from the result uses the memory any more.
+    The release of `owner` shows that no tensor derived from the result uses the memory any more.
     """
     array: Any = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-    array.held = held
+    array.owner = owner
     return torch.frombuffer(array, dtype=torch.uint8)
 
 
@@ -459,7 +459,7 @@ def pages_of(tensor: Tensor) -> tuple[int, int] | None:
 
     None for a tensor in other memory, also in a given file, or without elements.
     """
-    if not in_own_file(tensor) or not tensor.numel():
+    if not is_on_disk(tensor) or not tensor.numel():
         return None
     spans = zip(tensor.shape, tensor.stride(), strict=True)
     elements = 1 + sum((size - 1) * stride for size, stride in spans)

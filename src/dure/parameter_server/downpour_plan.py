@@ -22,7 +22,7 @@ from dure.parameter_server.optimizer import OptimizerRecipe
 from dure.parameter_server.plan import ParameterServerPlan, recipe_of
 from dure.parameter_server.replica import Pace
 from dure.parameter_server.shard import Terms
-from dure.parameter_server.stages import ReplicaPipeline, StageKeys, cut_at, stage_at
+from dure.parameter_server.stages import ReplicaPipeline, StageKeys, cut_at_stages, stage_of
 from dure.tasks.batch_norm import needs_two
 
 
@@ -44,32 +44,32 @@ class DownpourPlan(ParameterServerPlan):
     """
 
     pace: Pace
-    partitions: int
+    stages: int
     microbatches: int
-    partition: Partition
+    data_partition: Partition
     warm_start: int
     gamma: float | None
     alpha: float | None
-    runs: tuple[StageKeys, ...] = ()
+    stage_keys: tuple[StageKeys, ...] = ()
 
     copies_field: ClassVar[str] = "copies"
 
     def made_for(self, task: Task, model: nn.Module) -> DownpourPlan:
         # Each stage of each divided replica has a worker.
-        if self.partitions == 1:
+        if self.stages == 1:
             return self
-        stages = range(self.partitions)
-        firsts = range(0, len(self.workers) * self.partitions, self.partitions)
+        stages = range(self.stages)
+        first_workers = range(0, len(self.workers) * self.stages, self.stages)
         return replace(
             self,
-            groups=tuple(tuple(first + stage for first in firsts) for stage in stages),
-            runs=self.pipe.runs(task, model),
+            groups=tuple(tuple(first + stage for first in first_workers) for stage in stages),
+            stage_keys=self.pipeline.stage_keys(task, model),
         )
 
     @property
-    def pipe(self) -> ReplicaPipeline:
+    def pipeline(self) -> ReplicaPipeline:
         """Division of each replica into stages."""
-        return ReplicaPipeline(self.partitions, self.microbatches, self.batch_size)
+        return ReplicaPipeline(self.stages, self.microbatches, self.batch_size)
 
     @property
     def workers(self) -> list[int]:
@@ -79,17 +79,21 @@ class DownpourPlan(ParameterServerPlan):
         """Return the number of a worker's replica."""
         return worker // len(self.groups)
 
-    def together(self, replica: int) -> list[int]:
+    def workers_of_replica(self, replica: int) -> list[int]:
         """Return the workers of a replica, by stage."""
         stages = len(self.groups)
         return list(range(replica * stages, (replica + 1) * stages))
 
     def companions(self, worker: int) -> list[int]:
-        return [other for other in self.together(self.replica_of(worker)) if other != worker]
+        return [
+            other for other in self.workers_of_replica(self.replica_of(worker)) if other != worker
+        ]
 
     def keys(self, model: nn.Module) -> list[list[KeyRange]]:
         ranges = super().keys(model)
-        return [cut_at(self.runs, each) for each in ranges] if self.runs else ranges
+        return (
+            [cut_at_stages(self.stage_keys, each) for each in ranges] if self.stage_keys else ranges
+        )
 
     def portions(self, worker: int, shards: Sequence[KeyRange]) -> list[tuple[int, int, int]]:
         """Return the portions that a worker fetches and pushes.
@@ -100,7 +104,7 @@ class DownpourPlan(ParameterServerPlan):
         return [
             (number, keys.start, keys.stop)
             for number, keys in enumerate(shards)
-            if not self.runs or stage_at(self.runs, keys) == stage
+            if not self.stage_keys or stage_of(self.stage_keys, keys) == stage
         ]
 
     @property
@@ -114,16 +118,16 @@ class DownpourPlan(ParameterServerPlan):
 
     @property
     def teams(self) -> list[Sequence[int]]:
-        return [self.together(replica) for replica in range(self.replicas_of_model)]
+        return [self.workers_of_replica(replica) for replica in range(self.replicas_of_model)]
 
-    def until(self, worker: int, batches: int) -> int:
+    def worker_batches(self, worker: int, batches: int) -> int:
         # The first replica makes the steps of the warm start in addition.
         return batches + (self.warm_start if self.replica_of(worker) == 0 else 0)
 
     def parts(self, model: nn.Module, examples: Examples, seed: int) -> Sequence[ClientExamples]:
         """Return the data of each replica."""
         return divide(
-            self.partition,
+            self.data_partition,
             self.replicas_of_model,
             examples,
             self.batch_size,

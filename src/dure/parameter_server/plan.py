@@ -98,7 +98,7 @@ class ParameterServerPlan:
         """Workers that must have made equally many steps at a graceful stop."""
         return [] if self.deals else list(self.groups)
 
-    def until(self, worker: int, batches: int) -> int:
+    def worker_batches(self, worker: int, batches: int) -> int:
         """Return a worker's first batch after a round, given the group's batches until then."""
         return batches
 

@@ -16,7 +16,7 @@ from dure.report.formatting import UNKNOWN, duration, escape, size
 from dure.report.html_fragments import swatch
 from dure.report.runs import RankFacts, ReportedRun
 
-_MOST = 32
+_MAX_ROWS = 32
 """Most ranks in a table."""
 
 _AXES = ("data", "pipeline", "tensor")
@@ -27,8 +27,8 @@ RankColumn = tuple[str, Callable[[RankFacts], str]]
 def rank_memory_section(runs: Sequence[ReportedRun]) -> str:
     """Return the section with a table for each run whose ranks reported memory, else ""."""
     # With its place among all runs, which determines its mark and colour.
-    told = [(index, run) for index, run in enumerate(runs) if run.ranks]
-    if not told:
+    reporting = [(index, run) for index, run in enumerate(runs) if run.ranks]
+    if not reporting:
         return ""
     lead = (
         "Bytes of memory that parameters, gradients and the optimizer’s state take on each rank at "
@@ -36,26 +36,26 @@ def rank_memory_section(runs: Sequence[ReportedRun]) -> str:
         "activations are as well. Buffers are those of the model and, where ZeRO divides gradients "
         "or parameters, of its messages."
     )
-    if any(_divides_layers(run) for _, run in told):
+    if any(_divides_layers(run) for _, run in reporting):
         lead += (
             " In layers: seconds of a step in the collectives of divided layers, with the wait for "
             "neighbours, and their share of the mean step. On the timeline they lie inside forward "
             "and backward; as time they are communication, and no compute."
         )
-    blocks = "".join(_block(index, run) for index, run in told)
+    blocks = "".join(_block(index, run) for index, run in reporting)
     return section("holdings", "What each rank holds", lead, blocks)
 
 
 def _divides_layers(run: ReportedRun) -> bool:
-    return any(rank.inside is not None for rank in run.ranks)
+    return any(rank.layer_collective_seconds is not None for rank in run.ranks)
 
 
 def _block(index: int, run: ReportedRun) -> str:
     columns = _columns(run)
     names = ("rank", *(name for name, _ in columns))
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    rows = "".join(_row(rank, columns) for rank in run.ranks[:_MOST])
-    left = len(run.ranks) - _MOST
+    rows = "".join(_row(rank, columns) for rank in run.ranks[:_MAX_ROWS])
+    left = len(run.ranks) - _MAX_ROWS
     note = f'<p class="aside">{left} more ranks are left out.</p>' if left > 0 else ""
     label = escape(run.label)
     around = f'class="scroll small" role="region" aria-label="What the ranks of {label} hold"'
@@ -79,7 +79,7 @@ def _columns(run: ReportedRun) -> list[RankColumn]:
         return lambda rank: str(rank.at[axis])
 
     # The number of places along each axis.
-    degrees = [len(set(places)) for places in zip(*(rank.at for rank in run.ranks), strict=True)]
+    degrees = [len(set(indices)) for indices in zip(*(rank.at for rank in run.ranks), strict=True)]
     columns: list[RankColumn] = []
     # If a single axis divides, the rank's number is enough.
     if sum(degree > 1 for degree in degrees) > 1:
@@ -93,15 +93,19 @@ def _columns(run: ReportedRun) -> list[RankColumn]:
         columns.append(("buffers", held("buffers")))
     columns.append(("peak of the process", lambda rank: size(rank.peak_memory)))
     if _divides_layers(run):
-        columns.append(("in layers, a step", lambda rank: _inside(rank, run)))
+        columns.append(("in layers, a step", lambda rank: _layer_collective_seconds(rank, run)))
     return columns
 
 
-def _inside(rank: RankFacts, run: ReportedRun) -> str:
-    if rank.inside is None:
+def _layer_collective_seconds(rank: RankFacts, run: ReportedRun) -> str:
+    if rank.layer_collective_seconds is None:
         return UNKNOWN
     seconds = run.result.seconds
     steps = run.result.steps
     # Of the mean step: seconds inside a step, times steps, over all seconds.
-    share = f" ({100 * rank.inside * steps / seconds:.0f} %)" if seconds and steps else ""
-    return duration(rank.inside) + share
+    share = (
+        f" ({100 * rank.layer_collective_seconds * steps / seconds:.0f} %)"
+        if seconds and steps
+        else ""
+    )
+    return duration(rank.layer_collective_seconds) + share

@@ -111,7 +111,7 @@ class RankFacts:
     """Facts of a rank of a mesh.
 
     at: data, pipeline and tensor index. held: bytes of parameters, gradients, optimizer and
-    buffers. inside: seconds of collectives in its layers, per step.
+    buffers. layer_collective_seconds: seconds of collectives in its layers, per step.
     """
 
     name: str
@@ -119,7 +119,7 @@ class RankFacts:
     stages: Sequence[StageFacts]
     held: Mapping[str, float]
     peak_memory: float | None
-    inside: float | None
+    layer_collective_seconds: float | None
     schedule: str | None
 
 

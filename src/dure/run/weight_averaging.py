@@ -44,7 +44,7 @@ class AveragedLearner(Learner):
         self.learner = learner
         self.decay = decay
         self.group = group
-        self.taken = 0
+        self.averaged_units = 0
         """Number of steps or rounds in the average."""
         # Learners count in units of their own; `units_per_epoch` and `examples` may change.
         self.unit = learner.unit
@@ -54,7 +54,7 @@ class AveragedLearner(Learner):
         self.elsewhere = learner.elsewhere
         self.resizes = learner.resizes
         self.by_parts = learner.by_parts
-        self._trained = dict(learner.averages())
+        self._trained = dict(learner.averaged_tensors())
         with torch.no_grad():
             self._average = {name: one.detach().clone() for name, one in self._trained.items()}
 
@@ -70,61 +70,61 @@ class AveragedLearner(Learner):
         return self.learner.flops_per_step()
 
     def advance(self, control_flags: int) -> StepResult:
-        progress = self.learner.advance(control_flags)
-        if progress.whole:
+        result = self.learner.advance(control_flags)
+        if result.whole:
             started = time.perf_counter()
-            self._take()
+            self._update_average()
             ended = time.perf_counter()
-            self.group.meter.compute("average", started, ended, self.taken)
-        return progress
+            self.group.meter.compute("average", started, ended, self.averaged_units)
+        return result
 
     @torch.no_grad()
-    def _take(self) -> None:
-        self.taken += 1
+    def _update_average(self) -> None:
+        self.averaged_units += 1
         averages = list(self._average.values())
         trained = list(self._trained.values())
-        if self.taken == 1:
+        if self.averaged_units == 1:
             torch._foreach_copy_(averages, trained)
         else:
             torch._foreach_lerp_(averages, trained, 1 - self.decay)
 
     @contextmanager
-    def _shown(self) -> Iterator[None]:
+    def _average_swapped_in(self) -> Iterator[None]:
         """Context manager: swap the average into the learner's weights, a tensor at a time."""
-        if self.taken == 0:
+        if self.averaged_units == 0:
             yield
             return
-        self._exchange()
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        with self.learner.changing_averages():
+    def _swap(self) -> None:
+        with self.learner.changing_averaged_tensors():
             for name, trained in self._trained.items():
                 kept = trained.detach().clone()
                 trained.copy_(self._average[name])
                 self._average[name].copy_(kept)
 
     def evaluate(self) -> dict[str, float]:
-        with self._shown():
+        with self._average_swapped_in():
             return self.learner.evaluate()
 
     def weights(self) -> Mapping[str, Tensor]:
-        with self._shown():
+        with self._average_swapped_in():
             # After the block the same memory has the trained weights again, so copy.
-            return _apart(self.learner.weights())
+            return _copy_of(self.learner.weights())
 
     def state(self) -> dict[str, Any]:
-        own = {"taken": self.taken, "trained": _apart(self.learner.weights())}
+        own = {"taken": self.averaged_units, "trained": _copy_of(self.learner.weights())}
         return {**self.learner.state(), STATE: own}
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         own = state[STATE]
         with torch.no_grad():
-            if self.learner.averages_parts:
+            if self.learner.averaged_tensors_are_parts:
                 # Only the learner knows which part of each tensor this rank stores.
                 self.learner.restore(weights, state)
                 for name, one in self._trained.items():
@@ -133,7 +133,7 @@ class AveragedLearner(Learner):
                 for name, average in self._average.items():
                     average.copy_(weights[name])
         self.learner.restore(own["trained"], state)
-        self.taken = own["taken"]
+        self.averaged_units = own["taken"]
 
     def meters(self) -> Sequence[Meter]:
         return self.learner.meters()
@@ -163,7 +163,7 @@ class AveragedLearner(Learner):
         return self.learner.facts()
 
 
-def _apart(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _copy_of(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return copies of weights in memory, which the learner may overwrite later."""
     if isinstance(weights, DiskTensors):
         return weights

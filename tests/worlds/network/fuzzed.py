@@ -27,7 +27,7 @@ from dure.wire.tensors import digest_of as digest_of_tensors
 from dure.wire.tensors import forms_of, pieces
 from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server import outbox as desk_module
+from dure.worlds.network.server import outbox as outbox_module
 from dure.worlds.network.server.access import AccessControl
 from dure.worlds.network.server.app import App
 from dure.worlds.network.server.blob_cache import BlobCache
@@ -68,12 +68,12 @@ class Target:
     def __enter__(self) -> Target:
         enter = self.ending.enter_context
         # Nobody is taken for gone meanwhile, which would be written too.
-        enter(mock.patch.object(desk_module, "GRACE", 1e9))
+        enter(mock.patch.object(outbox_module, "GRACE", 1e9))
         clock = FederationClock()
         self.journal = Journal(self.folder, clock)
         self.ending.callback(self.journal.close)
         self.updates = Updates(self.folder / "updates")
-        self.desk = ClientOutbox(clock.now)
+        self.outbox = ClientOutbox(clock.now)
         self.shelf = BlobCache()
         self.register = enter(Register(self.folder / FILE, PLACES))
         # No hurry and no quarantine: each request is to be looked at.
@@ -91,10 +91,10 @@ class Target:
             compare=lambda theirs, ours: ["the loss"] if theirs.loss else [],
             samples=lambda examples: 2 * examples,
         )
-        self.app = App(served, self.desk, self.shelf, self.journal, self.updates, self.access)
+        self.app = App(served, self.outbox, self.shelf, self.journal, self.updates, self.access)
         self.serving = HttpServer(self.app.asgi(), "127.0.0.1", 0, None, self.app.lives_in)
         self.ending.callback(self.serving.stop)
-        self.desk.open.set()
+        self.outbox.open.set()
         self.shelf.put(TENSORS)
         self.signers = {who: Signer(Key.make()) for who in ("client", "other", "stranger")}
         for number, who in enumerate(("client", "other")):
@@ -109,31 +109,37 @@ class Target:
     def assign(self) -> None:
         """The client is to train, and to answer a step of a protocol on an earlier update."""
         train = Train(TICKET, 3, 3, DIGEST, len(STREAM))
-        self.desk.assign(0, train, None, forms_of(TENSORS))
-        self.desk.ask(0, ProtocolStepBody(TICKET - 1, 2, ASKING, b"hello"), {})
-        while not self.desk.answers.empty():
-            self.desk.answers.get()
+        self.outbox.assign(0, train, None, forms_of(TENSORS))
+        self.outbox.ask(0, ProtocolStepBody(TICKET - 1, 2, ASKING, b"hello"), {})
+        while not self.outbox.answers.empty():
+            self.outbox.answers.get()
 
     def state(self) -> dict[str, Any]:
         """Everything that a request could change, once no other is under way."""
         until = time.monotonic() + SECONDS
-        while any(seat.calls for seat in self.desk.everybody()):
+        while any(session.calls for session in self.outbox.everybody()):
             assert time.monotonic() < until, "a call does not end"
             time.sleep(0.001)
-        desk = {
+        outbox = {
             number: (
-                *(seat.name, seat.examples, seat.held_out, seat.here, seat.missing),
-                *(seat.train, dict(seat.outcomes), seat.measure, list(seat.sent)),
-                *(seat.say, seat.uploaded_answer, seat.answered),
+                *(
+                    session.name,
+                    session.examples,
+                    session.held_out,
+                    session.available,
+                    session.missing,
+                ),
+                *(session.train, dict(session.outcomes), session.measure, list(session.sent)),
+                *(session.say, session.uploaded_answer, session.answered),
             )
-            for number, seat in sorted(self.desk.seats.items())
+            for number, session in sorted(self.outbox.sessions.items())
         }
         # What is under way and turns out to be another update is rightly dropped.
         whole = sorted(path.name for path in self.updates.folder.glob("*.safetensors"))
         return {
-            "desk": desk,
+            "outbox": outbox,
             "journal": self.journal.last,
-            "answers": self.desk.answers.qsize(),
+            "answers": self.outbox.answers.qsize(),
             "files": whole,
             "clients": self.register.clients(),
             "reserved": dict(self.app.uploads.reserved),
@@ -142,7 +148,7 @@ class Target:
     def sizes(self) -> dict[str, int]:
         """Of what could grow."""
         return {
-            "seats": len(self.desk.seats),
+            "sessions": len(self.outbox.sessions),
             "reserved": len(self.app.uploads.reserved),
             "uploads": len(self.updates._uploads),
             "kinds of refusals": len(self.access.status()["refusals"]),

@@ -43,21 +43,21 @@ TENSORS = {
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[Target]:
     with Target(tmp_path) as served:
-        served.desk.ask(0, None, {})
+        served.outbox.ask(0, None, {})
         yield served
 
 
 def holds(target: Target) -> None:
     train = Train(TICKET, 3, 3, DIGEST, len(STREAM), holds=True)
-    target.desk.assign(0, train, None, {})
+    target.outbox.assign(0, train, None, {})
 
 
 def asks(target: Target, wants: bool = False, **other: Any) -> None:
     """The client is asked, and its update is there."""
-    target.desk.done(0, TICKET)
+    target.outbox.done(0, TICKET)
     said = replace(ASKED, **other)
     forms = forms_of(VECTOR) if wants else {}
-    target.desk.ask(0, said if wants else replace(said, wants=[]), forms)
+    target.outbox.ask(0, said if wants else replace(said, wants=[]), forms)
 
 
 def said(target: Target, path: str, body: dict[str, Any]) -> tuple[int, str]:
@@ -76,7 +76,7 @@ def heard(target: Target) -> list[ProtocolAnswerBody]:
     found = []
     while True:
         try:
-            found.append(target.desk.answers.get_nowait().said)
+            found.append(target.outbox.answers.get_nowait().said)
         except queue.Empty:
             return found
 
@@ -187,9 +187,9 @@ def test_no_tensors_are_taken_that_nobody_has_asked_for(target: Target) -> None:
     asks(target)
     before = target.state()
     assert said(target, "uploads", TENSORS)[0] == 400
-    target.desk.ask(0, None, {})
+    target.outbox.ask(0, None, {})
     assert said(target, "uploads", TENSORS)[0] == 410
-    assert target.state() == {**before, "desk": target.state()["desk"]}
+    assert target.state() == {**before, "outbox": target.state()["outbox"]}
 
 
 def test_tensors_of_an_earlier_question_are_not_those_of_a_later_one(target: Target) -> None:
@@ -212,4 +212,4 @@ def test_how_many_examples_a_client_has_is_nowhere_where_updates_stay(target: Ta
     assert target.said("other", "/v1/check-in", {**about, "version": 2})[0] == 200
     body = list(iter(lambda: target.journal.next(0.0), None))[-1].body
     assert (json.loads(body)["examples"], json.loads(body)["held_out"]) == (1, 0)
-    assert target.desk.seat(1).examples == 1
+    assert target.outbox.session(1).examples == 1

@@ -29,6 +29,6 @@ def test_no_request_is_an_error_of_the_server_or_changes_what_it_may_not(
     if status >= 400 or status == 0:
         assert target.state() == before
     sizes = target.sizes()
-    assert sizes["seats"] <= PLACES
+    assert sizes["sessions"] <= PLACES
     assert sizes["reserved"] <= PLACES
     assert sizes["kinds of refusals"] <= 65

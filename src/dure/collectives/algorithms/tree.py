@@ -46,10 +46,10 @@ def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0
 
     Other ranks with children have a partial sum afterwards.
     """
-    below = children(group.size, group.rank, root)
+    own_children = children(group.size, group.rank, root)
     # Leaves receive nothing and need no buffer.
-    incoming = torch.empty_like(flat) if below else flat
-    for child in below:
+    incoming = torch.empty_like(flat) if own_children else flat
+    for child in own_children:
         group.receive(incoming, child)
         reduction.combine(flat, incoming, flat)
     if group.rank == root:
@@ -89,9 +89,9 @@ def rounds(size: int) -> int:
     return 2 * (size - 1).bit_length()
 
 
-def path(n: int, ranks: int) -> tuple[float, float]:
+def path(n: int, size: int) -> tuple[float, float]:
     """Return the path: the whole tensor at every level, up and down."""
-    levels = (ranks - 1).bit_length()
+    levels = (size - 1).bit_length()
     return 2 * levels * n, levels * n
 
 

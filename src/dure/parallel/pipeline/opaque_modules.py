@@ -282,7 +282,7 @@ def block_of(node: fx.Node, blocks: Sequence[OpaqueBlock]) -> OpaqueBlock:
     return blocks[int(str(node.args[7]))]
 
 
-def in_place_of(node: fx.Node, blocks: Sequence[OpaqueBlock]) -> Callable[..., list[Tensor]]:
+def block_function(node: fx.Node, blocks: Sequence[OpaqueBlock]) -> Callable[..., list[Tensor]]:
     """Return a function that calls the module itself instead of the operation."""
     block = block_of(node, blocks)
 

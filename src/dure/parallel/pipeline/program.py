@@ -19,9 +19,13 @@ import torch
 from torch import fx, nn
 
 from dure.parallel.pipeline.aliasing import changed_by
-from dure.parallel.pipeline.opaque_modules import in_place_of, is_untraced
+from dure.parallel.pipeline.opaque_modules import block_function, is_untraced
 from dure.parallel.pipeline.rng import RandomStream
-from dure.parallel.pipeline.split_backward import GradientHandler, pays, split_operation
+from dure.parallel.pipeline.split_backward import (
+    GradientHandler,
+    is_split_worthwhile,
+    split_operation,
+)
 from dure.parallel.pipeline.trace import ModelTrace, ValueSpec, origin_of
 from dure.parallel.tensor.opaque import function_behind, is_opaque
 from dure.tensors.hooks import has_hooks
@@ -54,10 +58,12 @@ def stages_of(trace: ModelTrace, starts: Sequence[int]) -> dict[fx.Node, int]:
     """
     stage_of: dict[fx.Node, int] = {}
     stage = 0
-    for place, node in enumerate(trace.stage_operations):
+    for position, node in enumerate(trace.stage_operations):
         # Several stages may begin at the same position if operations are inseparable; such stages
         # are empty, and `CutModel.decide` rejects them.
-        while stage < len(starts) and place >= starts[stage] and place not in trace.inseparable:
+        while (
+            stage < len(starts) and position >= starts[stage] and position not in trace.inseparable
+        ):
             stage += 1
         stage_of[node] = stage_of.get(origin_of(node), stage)
     return stage_of
@@ -129,7 +135,7 @@ def program(
     stages: int,
     stage: int,
     stream: RandomStream,
-    later: GradientHandler | None = None,
+    gradient_handler: GradientHandler | None = None,
 ) -> StageProgram:
     """Return the program of `stage`.
 
@@ -139,15 +145,16 @@ def program(
         stages: the number of stages.
         stage: the stage to build.
         stream: the source of random numbers.
-        later: handler of weight gradients; None if autograd computes them, or without backward.
+        gradient_handler: handler of weight gradients; None if autograd computes them, or without
+            backward.
     """
-    over = crossing(trace, stage_of, stages)
-    received = over[stage - 1] if stage > 0 else []
-    leaving = over[stage] if stage < stages - 1 else []
+    crossed = crossing(trace, stage_of, stages)
+    received = crossed[stage - 1] if stage > 0 else []
+    leaving = crossed[stage] if stage < stages - 1 else []
     own = [node for node in trace.stage_operations if stage_of[node] == stage]
     last = stage == stages - 1
     outputs = [leaf for leaf in trace.outputs if isinstance(leaf, fx.Node)]
-    return _Builder(trace, stream, later).build(
+    return _Builder(trace, stream, gradient_handler).build(
         own=own,
         received=received,
         leaving=leaving,
@@ -166,11 +173,11 @@ class _Builder:
     """Builder that copies operations of a trace into a separate graph."""
 
     def __init__(
-        self, trace: ModelTrace, stream: RandomStream, later: GradientHandler | None
+        self, trace: ModelTrace, stream: RandomStream, gradient_handler: GradientHandler | None
     ) -> None:
         self.trace = trace
         self.stream = stream
-        self.later = later
+        self.gradient_handler = gradient_handler
         self.graph = fx.Graph()
         # each node of the trace that is needed, and its copy in this graph
         self.copies: dict[fx.Node, fx.Node] = {}
@@ -198,10 +205,10 @@ class _Builder:
         trace = self.trace
         graph = self.graph
         # A result may be constant: then it is computed here, with the operations of its company.
-        ends = [node for node in results if node in trace.constant]
-        for node in list(ends):
-            ends += trace.colocated.get(node, [])
-        needed = {*trace.ancestors([*own, *ends]), *ends, *results}
+        constant_results = [node for node in results if node in trace.constant]
+        for node in list(constant_results):
+            constant_results += trace.colocated.get(node, [])
+        needed = {*trace.ancestors([*own, *constant_results]), *constant_results, *results}
         # only the inputs that this stage reads; a rank may read none
         inputs = [index for index, node in enumerate(trace.placeholders) if node in needed]
         # Values changed in place. Buffers and parameters have names; any other value may share its
@@ -209,10 +216,10 @@ class _Builder:
         changed: set[fx.Node] = set()
         for node in own:
             changed.update(trace.root[value] for value in changed_by(node))
-        changes = any(value not in trace.names for value in changed)
+        changes_unnamed = any(value not in trace.names for value in changed)
         for node in [*received, *(trace.placeholders[index] for index in inputs)]:
             self.copies[node] = graph.placeholder(node.name)
-        if changes:
+        if changes_unnamed:
             # Received values are stored unchanged for backward, so operations change copies.
             for node in received:
                 self.copies[node] = graph.call_function(torch.clone, (self.copies[node],))
@@ -224,20 +231,22 @@ class _Builder:
         for node in trace.operations:
             if node in own_set or (node in trace.constant and node in needed):
                 self._operation(node)
-        given: Sequence[Any] = trace.outputs if last else results
+        returned: Sequence[Any] = trace.outputs if last else results
         graph.output(
-            tuple(self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in given)
+            tuple(self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in returned)
         )
         # The parameters themselves, not copies, so that the model's parameters get the gradients.
         module = fx.GraphModule(self.attributes, graph)
-        own_names = [value for value in changed if value in trace.names]
+        changed_attributes = [value for value in changed if value in trace.names]
         return StageProgram(
             module=module,
             inputs=tuple(inputs),
             received=tuple(trace.value(node) for node in received),
             leaving=tuple(trace.value(node) for node in leaving),
             written=tuple(
-                trace.names[v] for v in own_names if not isinstance(trace.tensor(v), nn.Parameter)
+                trace.names[v]
+                for v in changed_attributes
+                if not isinstance(trace.tensor(v), nn.Parameter)
             ),
             shapes=tuple(_shape(trace.placeholders[index]) for index in inputs),
         )
@@ -257,22 +266,24 @@ class _Builder:
             copy.target = function_behind(node, self.trace.layers)
             return
         if is_untraced(node):
-            copy.target = in_place_of(node, self.trace.blocks)
+            copy.target = block_function(node, self.trace.blocks)
         if node in self.numbers:
             on_shards = self.trace.is_on_shards(node)
             copy.target = self.stream.drawing(copy.target, self.numbers[node], on_shards)  # type: ignore[arg-type]
-        elif self.later is not None:
-            copy.target = self._apart(node, copy.target, self.later)
+        elif self.gradient_handler is not None:
+            copy.target = self._with_split_gradient(node, copy.target, self.gradient_handler)
 
-    def _apart(self, node: fx.Node, target: Any, later: GradientHandler) -> Any:
+    def _with_split_gradient(
+        self, node: fx.Node, target: Any, gradient_handler: GradientHandler
+    ) -> Any:
         """Return the operation, with a split weight gradient if that is possible and pays."""
-        place, deferred = split_operation(target, later)
+        weight_position, split = split_operation(target, gradient_handler)
         # An operation whose weight is not at the expected position stays unchanged.
-        if deferred is None or place >= len(node.args) or node.kwargs:
+        if split is None or weight_position >= len(node.args) or node.kwargs:
             return target
-        weight = node.args[place]
+        weight = node.args[weight_position]
         if isinstance(weight, fx.Node) and weight.op == "get_attr":
             tensor = self.trace.tensor(weight)
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad and not has_hooks(tensor):
-                return deferred if pays(target, tensor, later) else target
+                return split if is_split_worthwhile(target, tensor, gradient_handler) else target
         return target

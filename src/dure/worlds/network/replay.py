@@ -77,7 +77,7 @@ class Replay(World):
             journal=journal,
             clock=clock,
             updates=Updates(self.folder / "updates"),
-            desk=ClientOutbox(clock.now),
+            outbox=ClientOutbox(clock.now),
             shelf=BlobCache(),
             machine=machine(federation.threads),
             start_with=federation.clients,

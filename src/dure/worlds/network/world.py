@@ -200,7 +200,7 @@ class Network(World):
             journal=server.journal,
             clock=server.clock,
             updates=server.updates,
-            desk=server.desk,
+            outbox=server.outbox,
             shelf=server.shelf,
             machine=server.machine,
             start_with=self.start_with or federation.clients,
@@ -210,7 +210,7 @@ class Network(World):
             budget=TransferBudget(self.conditions.bytes_each),
             interrupted=place.interrupted,
             tell=lambda text: place.report({"waiting": text}),
-            watching=server.watching,
+            server_metrics=server.server_metrics,
             models=server.models,
             exchange_seconds=self.exchange_seconds,
         )
@@ -395,7 +395,7 @@ def _roster_of(world: Network, clients: int, folder: Path, resumed: bool) -> Own
 
 
 def _more_than(clients: int) -> Callable[[int], str | None]:
-    """Return the `why_not` of a run that starts when all its clients are available."""
+    """Return the `cohort_objection` of a run that starts when all its clients are available."""
     return lambda asked: f"the run has {clients} clients" if asked > clients else None
 
 
@@ -430,8 +430,8 @@ class _Serves:
             warn(f"{folder / SIGNING_KEY} is missing: the model will be signed by a new key")
         self.key = Key.load_or_create(folder / SIGNING_KEY)
         place.signs = self.key
-        self.watching = ServerMetrics(place.report)
-        place.report = _both(self.watching.hears, place.report)
+        self.server_metrics = ServerMetrics(place.report)
+        place.report = _both(self.server_metrics.hears, place.report)
         # The log must have all rounds, so reports are not throttled.
         place.report_seconds = 0.0
         _check_there(folder, "clients.db", "who is enrolled")
@@ -473,7 +473,7 @@ class _Serves:
         self.ending.callback(serving.stop)
         scheme = "http" if self.context is None else "https"
         url = f"{scheme}://{world.host}:{serving.port}"
-        self.watching.serves(self.run, url, resumed)
+        self.server_metrics.serves(self.run, url, resumed)
         self.place.report({"serving": url, "run": self.run, "clients": self.clients})
         return serving
 
@@ -495,9 +495,11 @@ class _Connected(_Serves):
         if hosted.trains is None:
             told["compare"] = lambda theirs, ours: []
         self.channels = NetworkChannels(
-            ServedRun(**told, samples=lambda examples: 0, why_not=_more_than(hosted.clients)),
+            ServedRun(
+                **told, samples=lambda examples: 0, cohort_objection=_more_than(hosted.clients)
+            ),
             self.access,
-            self.watching,
+            self.server_metrics,
             self.folder,
             self.key,
             world.deadline,
@@ -512,7 +514,7 @@ class _Connected(_Serves):
 
         Clients learn of the end of a run; clients of an interrupted run retry.
         """
-        self.watching.ends("the run is over" if self.channels.is_over else "the server stops")
+        self.server_metrics.ends("the run is over" if self.channels.is_over else "the server stops")
         until = time.monotonic() + FAREWELL
         while self.channels.is_over and self.channels.has_to_tell() and time.monotonic() < until:
             time.sleep(0.02)
@@ -537,11 +539,11 @@ class _Server(_Serves):
         self.clock = FederationClock()
         self.journal = Journal(self.folder, self.clock, self.run)
         self.ending.callback(self.journal.close)
-        self.journal.synced = self.watching.sync_seconds.observe
+        self.journal.synced = self.server_metrics.sync_seconds.observe
         self.updates = Updates(self.folder / "updates")
         self.models = ModelDigests(self.folder / FILE)
         self.ending.callback(self.models.close)
-        self.desk = ClientOutbox(self.clock.now)
+        self.outbox = ClientOutbox(self.clock.now)
         self.shelf = BlobCache()
         self.machine = machine(federation.threads)
         # Sites with other frozen weights fetch them once.
@@ -553,14 +555,14 @@ class _Server(_Serves):
                 **told,
                 samples=federation.samples,
                 holds=federation.holds,
-                why_not=federation.why_not,
+                cohort_objection=federation.cohort_objection,
             ),
-            self.desk,
+            self.outbox,
             self.shelf,
             self.journal,
             self.updates,
             self.access,
-            watching=self.watching,
+            server_metrics=self.server_metrics,
             every_moment=self.every_moment,
         )
         if world.status_port is not None:
@@ -586,12 +588,12 @@ class _Server(_Serves):
                 "versions": place.config.get("versions", {}),
                 "signing_key": self.key.public,
             },
-            watching=self.watching,
-            desk=self.desk,
+            server_metrics=self.server_metrics,
+            outbox=self.outbox,
             access=self.access,
             journal=self.journal,
             clock=self.clock,
-            differs=lambda seat: differences(seat.machine, self.machine),
+            differs=lambda session: differences(session.machine, self.machine),
             token=load_or_create_token(self.folder),
         )
         secure = context is not None
@@ -615,10 +617,12 @@ class _Server(_Serves):
 
         Clients learn of the end of a run; clients of an interrupted run retry.
         """
-        self.watching.ends(self.desk.over or "the server stops")
+        self.server_metrics.ends(self.outbox.over or "the server stops")
         now = time.monotonic
         began = now()
-        while self.desk.over and now() < began + LAST and self.desk.has_to_tell(began + FAREWELL):
+        while (
+            self.outbox.over and now() < began + LAST and self.outbox.has_to_tell(began + FAREWELL)
+        ):
             time.sleep(0.05)
-        self.desk.pause()
+        self.outbox.pause()
         self.ending.close()

@@ -40,7 +40,7 @@ def made(tmp_path: Path):
             journal=journal,
             clock=clock,
             updates=Updates(folder / "updates"),
-            desk=ClientOutbox(clock.now),
+            outbox=ClientOutbox(clock.now),
             shelf=BlobCache(),
             machine=MINE,
             start_with=1,

@@ -118,9 +118,9 @@ def test_its_file_is_whole_before_the_event_and_stays_where_the_server_opens_aft
 ) -> None:
     # Nobody was asked while it was made: clients may come only when its event is looked for.
     life = lives(record=True)
-    assert not life.events._desk.open.is_set()
+    assert not life.events._outbox.open.is_set()
     assert life.get("coins 0", 5) == 5
-    assert life.events._desk.open.is_set()
+    assert life.events._outbox.open.is_set()
     assert life.files() == ["0.safetensors"]
 
 

@@ -216,12 +216,12 @@ def starting(tmp_path):
         journal = Journal(tmp_path, clock)
         yield Status(
             about={},
-            watching=ServerMetrics(),
-            desk=ClientOutbox(clock.now),
+            server_metrics=ServerMetrics(),
+            outbox=ClientOutbox(clock.now),
             access=AccessControl(register, "open"),
             journal=journal,
             clock=clock,
-            differs=lambda seat: [],
+            differs=lambda session: [],
             token=load_or_create_token(tmp_path),
         )
         journal.close()
@@ -230,7 +230,7 @@ def starting(tmp_path):
 def test_a_server_that_starts_or_cannot_write_is_not_healthy(starting, monkeypatch) -> None:
     with served(starting.asgi()) as get:
         assert get("/health") == (503, '{"status": "starting"}')
-        starting.desk.open.set()
+        starting.outbox.open.set()
         assert get("/health") == (200, '{"status": "waiting"}')
         monkeypatch.setattr(starting.journal, "_broken", "the disk is gone")
         assert get("/health") == (503, '{"status": "broken"}')
@@ -247,16 +247,18 @@ def test_what_lets_a_client_in_opens_nothing(starting) -> None:
 
 
 def test_status_says_who_is_missing_refused_and_in_quarantine(starting) -> None:
-    starting.desk.open.set()
-    seat = starting.desk.seat(1)
-    seat.name, seat.examples, seat.missing = "ward 3", 5, True
-    starting.desk.assign(1, Train(7, 3, 0, "d" * 64, 100), 30.0, {})
-    seat.missing = True
+    starting.outbox.open.set()
+    session = starting.outbox.session(1)
+    session.name, session.examples, session.missing = "ward 3", 5, True
+    starting.outbox.assign(1, Train(7, 3, 0, "d" * 64, 100), 30.0, {})
+    session.missing = True
     for _ in range(20):
         with pytest.raises(RequestRefused):
             starting.access.refuse(1, 400, "malformed", "it is not JSON")
-        starting.watching.refused(1, "10.0.0.1", "POST /v1/next", "malformed", "it is not JSON")
-    starting.watching.came_of(1, 6, "failed", "its own code raised ValueError")
+        starting.server_metrics.refused(
+            1, "10.0.0.1", "POST /v1/next", "malformed", "it is not JSON"
+        )
+    starting.server_metrics.came_of(1, 6, "failed", "its own code raised ValueError")
     status = starting.look()
     assert status["clients"]["missing"] == status["clients"]["quarantined"] == 1
     [who] = status["who"]
@@ -270,7 +272,7 @@ def test_status_says_who_is_missing_refused_and_in_quarantine(starting) -> None:
 
 
 def test_numbers_that_json_has_no_word_for_are_null(starting) -> None:
-    starting.watching.loss = math.nan
+    starting.server_metrics.loss = math.nan
     with served(starting.asgi()) as get:
         code, body = get("/status", {"authorization": f"Bearer {starting.token}"})
     assert code == 200

@@ -3,7 +3,7 @@
 `dure.wire.requests` lists the routes. Handlers check the request, write it to the journal, and
 answer; they depend on neither the model nor the coordinator:
 
-    attendance.py   sessions of clients, and their work
+    sessions.py     sessions of clients, and their work
     downloads.py    tensors for clients
     uploads.py      updates of clients
     replies.py      messages about updates that stay at their clients
@@ -34,43 +34,43 @@ class App:
     """Application with its routes and the shared state of the handlers."""
 
     served: ServedRun
-    desk: ClientOutbox
+    outbox: ClientOutbox
     shelf: BlobCache
     journal: Journal
     updates: Updates
     access: AccessControl
     every_moment: Callable[[], None] = lambda: None
     """Function called several times per second in the event loop."""
-    watching: ServerMetrics = field(default_factory=ServerMetrics)
+    server_metrics: ServerMetrics = field(default_factory=ServerMetrics)
 
     def __post_init__(self) -> None:
-        self.attendance = SessionRoutes(
-            self.served, self.desk, self.journal, self.access, self.watching
+        self.session_routes = SessionRoutes(
+            self.served, self.outbox, self.journal, self.access, self.server_metrics
         )
-        self.downloads = Downloads(self.desk, self.shelf)
+        self.downloads = Downloads(self.outbox, self.shelf)
         self.uploads = Uploads(
             self.served.clients,
-            self.desk,
+            self.outbox,
             self.journal,
             self.updates,
             self.access,
             self.served.samples,
         )
 
-        self.replies = Replies(self.desk, self.journal, self.access)
+        self.replies = Replies(self.outbox, self.journal, self.access)
 
     def asgi(self) -> MeteredApp:
         """Return the ASGI application."""
-        here = self.attendance
+        sessions = self.session_routes
         down = self.downloads
         up = self.uploads
-        gate = RequestAuthenticator(self.access, self.watching, self.desk.open.is_set)
+        gate = RequestAuthenticator(self.access, self.server_metrics, self.outbox.open.is_set)
         routed = Routes(
             [
-                gate.route("/v1/enrol", "POST", here.enrol, known=False),
-                gate.route("/v1/check-in", "POST", here.check_in),
-                gate.route("/v1/next", "POST", here.next),
-                gate.route("/v1/watch", "POST", here.watch),
+                gate.route("/v1/enrol", "POST", sessions.enrol, known=False),
+                gate.route("/v1/check-in", "POST", sessions.check_in),
+                gate.route("/v1/next", "POST", sessions.next),
+                gate.route("/v1/watch", "POST", sessions.watch),
                 gate.route("/v1/tensors/{digest}", "GET", down.tensors),
                 gate.route("/v1/uploads", "POST", up.reserve),
                 gate.route("/v1/uploads/{upload}", "PATCH", up.part),
@@ -81,11 +81,11 @@ class App:
                 gate.rest(),
             ]
         )
-        return MeteredApp(routed, self.watching)
+        return MeteredApp(routed, self.server_metrics)
 
     def lives_in(self, loop: asyncio.AbstractEventLoop) -> None:
         """Attach the application to its event loop; called once before the first request."""
-        self.desk.lives_in(loop)
+        self.outbox.lives_in(loop)
         self._listening = loop.create_task(self._listen())
 
     async def _listen(self) -> None:
@@ -94,5 +94,5 @@ class App:
             await asyncio.sleep(GRACE / 8)
             self.every_moment()
             # Before the server is open, no client can call.
-            if self.desk.open.is_set():
-                await self.attendance.look()
+            if self.outbox.open.is_set():
+                await self.session_routes.detect_disconnected()

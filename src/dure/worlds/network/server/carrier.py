@@ -118,7 +118,7 @@ class NetworkCarrier:
         journal: Journal of the run.
         clock: Federation's clock.
         updates: Files of the clients' updates.
-        desk: Outbox of messages to clients.
+        outbox: Outbox of messages to clients.
         shelf: Cache of the streams that clients download.
         machine: Properties of the server's machine.
         start_with: Number of available clients that the first round waits for.
@@ -129,7 +129,7 @@ class NetworkCarrier:
         budget: Transfer quotas of the clients.
         interrupted: Function that returns whether the user wants the server to stop.
         tell: Listener for messages to the user.
-        watching: Metrics and log of the server.
+        server_metrics: Metrics and log of the server.
         exchange_seconds: Timeout of a step of a protocol.
         models: Recorded digests, with which models are compared.
         once: Folder of the results computed once; None for the folder in the run folder.
@@ -149,7 +149,7 @@ class NetworkCarrier:
         journal: Journal,
         clock: FederationClock,
         updates: Updates,
-        desk: ClientOutbox,
+        outbox: ClientOutbox,
         shelf: BlobCache,
         machine: Machine,
         start_with: int,
@@ -159,7 +159,7 @@ class NetworkCarrier:
         budget: TransferBudget,
         interrupted: Callable[[], bool],
         tell: Callable[[str], None],
-        watching: ServerMetrics | None = None,
+        server_metrics: ServerMetrics | None = None,
         exchange_seconds: float = 60.0,
         models: ModelDigests | None = None,
         once: Path | None = None,
@@ -169,8 +169,8 @@ class NetworkCarrier:
         self.journal = journal
         self.clock = clock
         self.files = updates
-        self.desk = desk
-        self.sending = ModelStreams(federation, desk, shelf, updates)
+        self.outbox = outbox
+        self.sending = ModelStreams(federation, outbox, shelf, updates)
         self.machine = machine
         self.start_with = start_with
         self.answer_timeout: float | None = answer_timeout
@@ -180,17 +180,23 @@ class NetworkCarrier:
         """Bytes of an update."""
         self.interrupted = interrupted
         self.tell = tell
-        self.watching = watching or ServerMetrics()
-        self.events = self.reads(journal, clock, desk, self._sweep)
-        self.cohort = FederationCohort(desk, machine, federation.holds)
+        self.server_metrics = server_metrics or ServerMetrics()
+        self.events = self.reads(journal, clock, outbox, self._sweep)
+        self.cohort = FederationCohort(outbox, machine, federation.holds)
         self.measuring = NetworkEvaluation(
-            self.events, journal, desk, measure_seconds, interrupted, self.watching
+            self.events, journal, outbox, measure_seconds, interrupted, self.server_metrics
         )
         self.making = DurableOnce(
             self.events, journal, TreeFiles(once or folder / ONCE), not record
         )
         self.exchanging = ProtocolSteps(
-            self.events, desk, updates, self.making, exchange_seconds, interrupted, self.watching
+            self.events,
+            outbox,
+            updates,
+            self.making,
+            exchange_seconds,
+            interrupted,
+            self.server_metrics,
         )
         self.models = models or ModelDigests(None)
         self.flown: list[AssignmentRecord] = []
@@ -245,9 +251,9 @@ class NetworkCarrier:
             self.events.aside.append(event)
             if event.kind == "check_in":
                 with self._row(event):
-                    here = from_json(event.body, CheckInRecord)
-                present[event.client] = here.examples
-                self.cohort.met(event.client, here)
+                    record = from_json(event.body, CheckInRecord)
+                present[event.client] = record.examples
+                self.cohort.met(event.client, record)
                 self.tell(self._who_is_there(len(present)))
             elif event.kind == "asks":
                 with self._row(event):
@@ -279,10 +285,10 @@ class NetworkCarrier:
             return Combine(coordinator.combining)
         self._lay_again(coordinator)
         self._let_go(coordinator)
-        self.watching.round_begins()
+        self.server_metrics.round_begins()
         ticked = False
         while True:
-            self.watching.pulse(self.desk, "training")
+            self.server_metrics.pulse(self.outbox, "training")
             aside = self.events.aside
             if not aside and not ticked and self._due(coordinator):
                 ticked = True
@@ -323,7 +329,7 @@ class NetworkCarrier:
             # No local reference: its memory is freed before the next update is read.
             yield self._read(arrived, asked, coordinator)
             # The consumer has taken the update when it requests the next.
-            self.watching.fold_seconds.observe(time.perf_counter() - began)
+            self.server_metrics.fold_seconds.observe(time.perf_counter() - began)
 
     def _read(
         self, arrived: ReceivedUpdate, asked: Assignment, coordinator: CoordinatorProtocol
@@ -362,7 +368,7 @@ class NetworkCarrier:
             self._settle(ticket, UpdateOutcome(ticket, False, reasons.get(ticket, "")))
         self.making.model_made()
         if self.events.live:
-            self.watching.round_made()
+            self.server_metrics.round_made()
         # Frees memory before the next checkpoint and the next round.
         self.sending.forget_unwanted()
 
@@ -381,10 +387,10 @@ class NetworkCarrier:
             self._models_digest = self.models.sha256()
             return
         if self._newest is not None:
-            self.desk.final = self.sending.measured(*self._newest)
-            self.models.note(self._newest[0], "made", self.desk.final.tensors)
+            self.outbox.final = self.sending.measured(*self._newest)
+            self.models.note(self._newest[0], "made", self.outbox.final.tensors)
         self._models_digest = self.models.sha256()
-        self.desk.end("the run is over")
+        self.outbox.end("the run is over")
 
     def measure(self, measure: EvaluationRequest) -> EvaluationResults:
         """Have the available clients with held-out examples evaluate a model, until a timeout.
@@ -445,7 +451,7 @@ class NetworkCarrier:
         self.making.saved()
         # Returns the memory that writing the checkpoint took.
         trim_heap()
-        self.watching.saved()
+        self.server_metrics.saved()
 
     # Events
 
@@ -487,10 +493,10 @@ class NetworkCarrier:
         ticket = event.ticket
         match event.kind:
             case "check_in":
-                here = from_json(event.body, CheckInRecord)
-                self.cohort.met(event.client, here)
+                record = from_json(event.body, CheckInRecord)
+                self.cohort.met(event.client, record)
                 self.cohort.presence.came(event.client, event.at)
-                coordinator.arrive(event.client, here.examples)
+                coordinator.arrive(event.client, record.examples)
                 self._keep_to_cohort(coordinator)
                 return coordinator.tick(self.now) if self._begun else []
             case "asks":
@@ -499,7 +505,7 @@ class NetworkCarrier:
                 self._keep_to_cohort(coordinator)
                 return []
             case "begin":
-                self._begun = self.desk.begun = True
+                self._begun = self.outbox.begun = True
                 self._follows = event.body == FOLLOWS
                 return coordinator.tick(self.now)
             case "leave":
@@ -536,10 +542,10 @@ class NetworkCarrier:
         said = from_json(event.body, UploadRequest)
         holds = self.federation.holds
         if self.events.live and holds:
-            self.watching.holds(event.client, ticket)
+            self.server_metrics.holds(event.client, ticket)
         elif self.events.live:
-            self.watching.came(event.client, said)
-        self.desk.done(event.client, ticket)
+            self.server_metrics.came(event.client, said)
+        self.outbox.done(event.client, ticket)
         self.cohort.reports(event.client, said)
         under = self._underway.get(ticket)
         arrived = ReceivedUpdate(event.client, under.round if under else -1, said)
@@ -567,7 +573,7 @@ class NetworkCarrier:
         try:
             yield
         except DamagedUpdateError as error:
-            name = self.desk.seat(arrived.client).name
+            name = self.outbox.session(arrived.client).name
             raise DamagedUpdateError(
                 f"{error}: it is what client {arrived.client} ({name!r}) has sent in round "
                 f"{arrived.round + 1}, and later models are made of it: put back a copy of this "
@@ -620,7 +626,7 @@ class NetworkCarrier:
         self._land(ticket, outcome, 0)
         self._over.append(ticket)
         if under is not None:
-            self.desk.done(under.client, ticket)
+            self.outbox.done(under.client, ticket)
 
     def _land(self, ticket: int, outcome: str, up: int, why: str = "") -> None:
         """Record the end of an assignment, for the report."""
@@ -629,7 +635,7 @@ class NetworkCarrier:
             return
         # An update that arrived in time is accepted or refused when it is added to the mean.
         if self.events.live and outcome != "accepted":
-            self.watching.came_of(under.client, ticket, *_in_short(outcome, why))
+            self.server_metrics.came_of(under.client, ticket, *_in_short(outcome, why))
         said = self._arrived[ticket].said if ticket in self._arrived else None
         # An update that stays at its client is sent later, as part of sums.
         holds = self.federation.holds and said is not None
@@ -681,7 +687,7 @@ class NetworkCarrier:
             asked.client, asked.round, self.now, sent.size
         )
         if self.events.live:
-            self.watching.assigned(asked.client, asked.ticket, asked.round, sent.size)
+            self.server_metrics.assigned(asked.client, asked.ticket, asked.round, sent.size)
         return []
 
     def _hand(self, coordinator: CoordinatorProtocol, asked: Assignment) -> None:
@@ -697,15 +703,15 @@ class NetworkCarrier:
             holds=self.federation.holds,
             smallest_cohort=self._kept_to,
         )
-        self.desk.assign(asked.client, train, asked.deadline, sent.forms)
-        self.desk.newest = sent.digest
+        self.outbox.assign(asked.client, train, asked.deadline, sent.forms)
+        self.outbox.newest = sent.digest
 
     def _refuse(self, refused: Refuse) -> None:
         """Report that an update does not count, and mark its file as obsolete."""
         arrived = self._arrived.pop(refused.ticket, None)
         if arrived is not None:
             self._over.append(refused.ticket)
-            self.desk.tell(arrived.client, UpdateOutcome(refused.ticket, False, refused.reason))
+            self.outbox.tell(arrived.client, UpdateOutcome(refused.ticket, False, refused.reason))
 
     def _settle(self, ticket: int, outcome: UpdateOutcome) -> None:
         client = self._unsettled.pop(ticket, None)
@@ -715,10 +721,10 @@ class NetworkCarrier:
             self._over.append(ticket)
         if client is None:
             return
-        self.desk.tell(client, outcome)
+        self.outbox.tell(client, outcome)
         if self.events.live:
             became = "accepted" if outcome.kept else "refused"
-            self.watching.came_of(client, ticket, became, outcome.reason)
+            self.server_metrics.came_of(client, ticket, became, outcome.reason)
 
     # Checkpoints
 
@@ -741,9 +747,11 @@ class NetworkCarrier:
                 for ticket, one in self._arrived.items()
             },
             "outcomes": {
-                seat.number: [msgspec.to_builtins(one) for one in list(seat.outcomes.values())]
-                for seat in self.desk.everybody()
-                if seat.outcomes
+                session.number: [
+                    msgspec.to_builtins(one) for one in list(session.outcomes.values())
+                ]
+                for session in self.outbox.everybody()
+                if session.outcomes
             },
         }
 
@@ -758,7 +766,7 @@ class NetworkCarrier:
             ticket: ReceivedUpdate(client, round, msgspec.convert(said, UploadRequest))
             for ticket, (client, round, said) in state["arrived"].items()
         }
-        self._begun = self.desk.begun = state["begun"]
+        self._begun = self.outbox.begun = state["begun"]
         # The coordinator's own state has the same number.
         self._kept_to = state.get("kept_to", 1)
         # In a journal of an earlier version only ticks are ticks.
@@ -770,7 +778,7 @@ class NetworkCarrier:
         self.flown = [AssignmentRecord(*one) for one in state.get("flown", ())]
         for client, outcomes in state["outcomes"].items():
             for one in outcomes:
-                self.desk.tell(client, msgspec.convert(one, UpdateOutcome))
+                self.outbox.tell(client, msgspec.convert(one, UpdateOutcome))
         self._again = list(self._underway)
         self._restored = list(self._arrived.values())
 

@@ -56,12 +56,12 @@ def address_of(request: Request) -> str:
     return request.client.host if request.client is not None else ""
 
 
-def session_of_client(desk: ClientOutbox, admitted: Admitted) -> ClientSession:
+def session_of_client(outbox: ClientOutbox, admitted: Admitted) -> ClientSession:
     """Return the session of a client that has checked in. Raises Refused for other clients."""
-    seat = desk.seat(admitted.client)
-    if not seat.examples:
+    session = outbox.session(admitted.client)
+    if not session.examples:
         raise RequestRefused(409, "check in first", "the server wants to know who calls: check in")
-    return seat
+    return session
 
 
 async def body_of(request: Request, admitted: Admitted | None, kind: type[Body]) -> Body:
@@ -133,15 +133,15 @@ async def logged(
 class OpenRequest:
     """Context manager: mark a client as connected while its request is open."""
 
-    def __init__(self, desk: ClientOutbox, seat: ClientSession) -> None:
-        self.desk = desk
-        self.seat = seat
+    def __init__(self, outbox: ClientOutbox, session: ClientSession) -> None:
+        self.outbox = outbox
+        self.session = session
 
     def __enter__(self) -> None:
-        self.desk.called(self.seat)
+        self.outbox.called(self.session)
 
     def __exit__(self, *error: object) -> None:
-        self.desk.hung_up(self.seat)
+        self.outbox.hung_up(self.session)
 
 
 @asynccontextmanager

@@ -36,8 +36,8 @@ class FederationCohort:
     clients with held-out examples.
     """
 
-    def __init__(self, desk: ClientOutbox, mine: Machine, holds: bool = False) -> None:
-        self._desk = desk
+    def __init__(self, outbox: ClientOutbox, mine: Machine, holds: bool = False) -> None:
+        self._outbox = outbox
         self._mine = mine
         self._holds = holds
         self.presence = PresenceLog()
@@ -48,25 +48,25 @@ class FederationCohort:
         self._reported: dict[int, dict[str, float]] = {}
         """Metrics of each client's newest training."""
 
-    def met(self, client: int, here: CheckInRecord) -> None:
+    def met(self, client: int, record: CheckInRecord) -> None:
         """Record a client's check-in."""
-        self._machines[client] = here.machine
-        if here.held_out:
+        self._machines[client] = record.machine
+        if record.held_out:
             self.measures.add(client)
         else:
             self.measures.discard(client)
-        seat = self._desk.seat(client)
-        seat.name = here.name
-        seat.examples = here.examples
-        seat.held_out = here.held_out
-        seat.machine = here.machine
-        self.asks(client, here)
+        session = self._outbox.session(client)
+        session.name = record.name
+        session.examples = record.examples
+        session.held_out = record.held_out
+        session.machine = record.machine
+        self.asks(client, record)
 
-    def asks(self, client: int, here: CheckInRecord) -> None:
+    def asks(self, client: int, record: CheckInRecord) -> None:
         """Record the fewest clients of a new model that the client requires from now on."""
-        self._desk.seat(client).smallest_cohort = here.smallest_cohort
-        self._asked[client] = here.smallest_cohort
-        self._desk.smallest_cohort = self.smallest
+        self._outbox.session(client).smallest_cohort = record.smallest_cohort
+        self._asked[client] = record.smallest_cohort
+        self._outbox.smallest_cohort = self.smallest
 
     @property
     def smallest(self) -> int:
@@ -97,14 +97,14 @@ class FederationCohort:
         }
 
     def _who(self, client: int) -> dict[str, Any]:
-        seat = self._desk.seat(client)
+        session = self._outbox.session(client)
         machine = self._machines[client]
         return {
             "client": client,
-            "name": seat.name,
+            "name": session.name,
             # A client whose updates stay with it reports 1, whatever its number of examples.
-            "examples": None if self._holds else seat.examples,
-            "held_out": seat.held_out,
+            "examples": None if self._holds else session.examples,
+            "held_out": session.held_out,
             "machine": None if machine is None else msgspec.to_builtins(machine),
             "differs": differences(machine, self._mine),
         }
@@ -113,8 +113,14 @@ class FederationCohort:
         """Return the state for checkpoints."""
         return {
             "clients": [
-                [seat.number, seat.name, seat.examples, seat.held_out, seat.here]
-                for seat in self._desk.everybody()
+                [
+                    session.number,
+                    session.name,
+                    session.examples,
+                    session.held_out,
+                    session.available,
+                ]
+                for session in self._outbox.everybody()
             ],
             "machines": [
                 [client, None if machine is None else msgspec.to_builtins(machine)]
@@ -126,17 +132,17 @@ class FederationCohort:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a state; states of earlier versions lack some keys."""
-        for number, name, examples, held_out, here in state["clients"]:
-            seat = self._desk.seat(number)
-            seat.name = name
-            seat.examples = examples
-            seat.held_out = held_out
-            seat.here = here
+        for number, name, examples, held_out, available in state["clients"]:
+            session = self._outbox.session(number)
+            session.name = name
+            session.examples = examples
+            session.held_out = held_out
+            session.available = available
             if held_out:
                 self.measures.add(number)
         for client, machine in state.get("machines", ()):
             self._machines[client] = msgspec.convert(machine, Machine | None)
-            self._desk.seat(client).machine = self._machines[client]
+            self._outbox.session(client).machine = self._machines[client]
         for client, asked in state.get("asked", {}).items():
             self.asks(client, CheckInRecord("", 0, 0, smallest_cohort=asked))
         if "presence" in state:

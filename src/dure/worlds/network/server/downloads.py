@@ -28,7 +28,7 @@ from dure.worlds.network.server.outbox import ClientOutbox
 class Downloads:
     """Route of downloads."""
 
-    desk: ClientOutbox
+    outbox: ClientOutbox
     shelf: BlobCache
 
     async def tensors(self, request: Request, admitted: Admitted) -> Response:
@@ -44,7 +44,7 @@ class Downloads:
             end = stream.size
             if start > end or start == end > 0:
                 raise _no_such_range(end)
-        seat = self.desk.seat(admitted.client)
+        session = self.outbox.session(admitted.client)
         headers = {
             "etag": f'"{digest}"',
             "content-length": str(end - start),
@@ -56,7 +56,7 @@ class Downloads:
             headers["content-range"] = f"bytes {start}-{end - 1}/{stream.size}"
 
         return StreamResponse(
-            stream.chunks(start, end), status, headers, OpenRequest(self.desk, seat)
+            stream.chunks(start, end), status, headers, OpenRequest(self.outbox, session)
         )
 
 

@@ -42,12 +42,12 @@ class JournalEvents:
         self,
         journal: Journal,
         clock: FederationClock,
-        desk: ClientOutbox,
+        outbox: ClientOutbox,
         opens: Callable[[], None],
     ) -> None:
         self._journal = journal
         self._clock = clock
-        self._desk = desk
+        self._outbox = outbox
         self._opens = opens
         self.now = 0.0
         self.applied = 0
@@ -64,7 +64,7 @@ class JournalEvents:
         if self._journal.behind:
             event = self._journal.next(moment)
         else:
-            if not self._desk.open.is_set():
+            if not self._outbox.open.is_set():
                 self._open()
             left = wake - self._clock.now()
             if left <= 0:
@@ -76,7 +76,7 @@ class JournalEvents:
             return None
         self.now = event.at
         self.applied = event.seq
-        if not self._desk.open.is_set():
+        if not self._outbox.open.is_set():
             self._see(event)
         return event
 
@@ -84,20 +84,20 @@ class JournalEvents:
         """Serve clients: all events from before the restart are applied."""
         # Deadlines wait until clients have found the restarted server.
         self._clock.hold(BACK_OFF if self._journal.resumed else 0.0)
-        self._desk.begin(BACK_OFF)
+        self._outbox.begin(BACK_OFF)
         self._opens()
 
     def _see(self, event: Event) -> None:
         """Update a session by an event of an earlier process, whose handlers had updated it."""
-        seat = self._desk.seat(event.client) if event.client >= 0 else None
-        if seat is None:
+        session = self._outbox.session(event.client) if event.client >= 0 else None
+        if session is None:
             return
         if event.kind in ("check_in", "back", "update", "measured"):
-            seat.here = True
-            seat.missing = False
+            session.available = True
+            session.missing = False
         elif event.kind in ("leave", "missing", "failed"):
-            seat.here = False
-            seat.missing = event.kind == "missing"
+            session.available = False
+            session.missing = event.kind == "missing"
 
     def state(self) -> dict[str, Any]:
         """Return the state for checkpoints."""

@@ -33,11 +33,11 @@ class ModelStreams:
     """Transfer of tensors from the coordinator to the cache, and from the files of updates."""
 
     def __init__(
-        self, federation: FederationSpec, desk: ClientOutbox, shelf: BlobCache, files: Updates
+        self, federation: FederationSpec, outbox: ClientOutbox, shelf: BlobCache, files: Updates
     ) -> None:
         self._layout = federation.layout
         self._federation = federation
-        self._desk = desk
+        self._outbox = outbox
         self._shelf = shelf
         self._files = files
         self._known: dict[int, tuple[Sequence[Tensor], AssignmentStream]] = {}
@@ -84,7 +84,7 @@ class ModelStreams:
 
     def forget_unwanted(self) -> None:
         """Drop models from the cache that no client may fetch any more."""
-        wanted = {seat.train.tensors for seat in self._desk.everybody() if seat.train}
+        wanted = {session.train.tensors for session in self._outbox.everybody() if session.train}
         if self._measured is not None:
             wanted.add(self._measured)
         self._shelf.keep_only(wanted)

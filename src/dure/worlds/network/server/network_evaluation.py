@@ -31,31 +31,35 @@ class NetworkEvaluation:
         self,
         events: JournalEvents,
         journal: Journal,
-        desk: ClientOutbox,
+        outbox: ClientOutbox,
         seconds: float,
         stops: Callable[[], bool],
-        watching: ServerMetrics,
+        server_metrics: ServerMetrics,
     ) -> None:
         self._events = events
         self._journal = journal
-        self._desk = desk
+        self._outbox = outbox
         self._seconds = seconds
         self._stops = stops
-        self._watching = watching
+        self._server_metrics = server_metrics
 
     def by_clients(self, request: EvaluationTask) -> EvaluationResults:
         """Have clients evaluate this model, and return their metrics; other events wait."""
-        asked = [seat for seat in self._desk.everybody() if seat.here and seat.held_out]
+        asked = [
+            session
+            for session in self._outbox.everybody()
+            if session.available and session.held_out
+        ]
         answers: dict[int, EvaluationReport] = {}
-        for seat in asked:
-            self._desk.ask_measure(seat.number, request)
+        for session in asked:
+            self._outbox.ask_measure(session.number, request)
         until = time.monotonic() + self._seconds
         ended = said_so = False
         while not ended:
-            waits = [s for s in asked if s.here and s.number not in answers]
+            waits = [s for s in asked if s.available and s.number not in answers]
             # Only logged events count, so the end of the evaluation is an event too.
             late = time.monotonic() > until or self._stops()
-            self._watching.pulse(self._desk, "measuring")
+            self._server_metrics.pulse(self._outbox, "measuring")
             if self._events.live and (late or not waits) and not said_so:
                 self._journal.write("all_measured")
                 said_so = True  # only once: the next evaluation would end at a second event
@@ -66,13 +70,13 @@ class NetworkEvaluation:
                 said = from_json(event.body, EvaluationReport)
                 if said.round == request.round:
                     answers[event.client] = said
-                    self._desk.ask_measure(event.client, None)
+                    self._outbox.ask_measure(event.client, None)
             elif event.kind == "all_measured":
                 ended = True
             else:
                 self._events.aside.append(event)
-        for seat in asked:
-            self._desk.ask_measure(seat.number, None)
+        for session in asked:
+            self._outbox.ask_measure(session.number, None)
         return merge_evaluations([_measured(client, said) for client, said in answers.items()])
 
 

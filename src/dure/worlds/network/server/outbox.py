@@ -5,8 +5,8 @@ client's `next`: outcomes of its updates, then work. Two threads use the outbox:
 answers clients, and the main thread, which drives the coordinator, adds messages. A lock protects
 each change, and the changes are short.
 
-A client is *here* from its check-in until no request of it has been open for `GRACE` seconds. A
-broken connection leaves an open request that no peer reads; since the server answers requests
+A client is *available* from its check-in until no request of it has been open for `GRACE` seconds.
+A broken connection leaves an open request that no peer reads; since the server answers requests
 within `heartbeat` seconds, a client that sends no further request counts as disconnected.
 """
 
@@ -76,7 +76,7 @@ class ClientSession:
         held_out: Number of held-out examples.
         machine: Properties of the client's machine.
         smallest_cohort: Minimum number of clients of a new model that the client requires.
-        here: Whether the client is available.
+        available: Whether the client is available.
         calls: Number of open requests.
         seen: Time of the last request, on the clock time.monotonic.
         missing: Whether the client has disconnected while at work.
@@ -101,7 +101,7 @@ class ClientSession:
     held_out: int = 0
     machine: Machine | None = None
     smallest_cohort: int = 1
-    here: bool = False
+    available: bool = False
     calls: int = 0
     seen: float = 0.0
     missing: bool = False
@@ -132,7 +132,7 @@ class ClientOutbox:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
-        self.seats: dict[int, ClientSession] = {}
+        self.sessions: dict[int, ClientSession] = {}
         self.over: str | None = None
         """Reason why the run has ended; None while it runs."""
         self.paused = False
@@ -156,22 +156,22 @@ class ClientOutbox:
         """Set the event loop in which handlers wait."""
         self._loop = loop
 
-    def seat(self, number: int) -> ClientSession:
+    def session(self, number: int) -> ClientSession:
         """Return the client's session; create it at the first call."""
         with self._lock:
-            if number not in self.seats:
-                self.seats[number] = ClientSession(number, f"client {number}")
-            return self.seats[number]
+            if number not in self.sessions:
+                self.sessions[number] = ClientSession(number, f"client {number}")
+            return self.sessions[number]
 
     def everybody(self) -> list[ClientSession]:
         """Return all sessions, safely while others are created."""
         with self._lock:
-            return list(self.seats.values())
+            return list(self.sessions.values())
 
     def begin(self, seconds: float) -> None:
         """Open the server; earlier clients have `seconds` to reconnect."""
-        for seat in self.everybody():
-            seat.seen = time.monotonic() + seconds
+        for session in self.everybody():
+            session.seen = time.monotonic() + seconds
         self.open.set()
 
     # Methods of the main thread
@@ -180,56 +180,56 @@ class ClientOutbox:
         self, client: int, train: Train, deadline: float | None, forms: dict[str, TensorSpec]
     ) -> None:
         """Give the client an assignment."""
-        seat = self.seat(client)
+        session = self.session(client)
         with self._lock:
-            seat.train = train
-            seat.deadline = deadline
-            seat.forms = forms
-            seat.missing = False
-        self._ring(seat)
+            session.train = train
+            session.deadline = deadline
+            session.forms = forms
+            session.missing = False
+        self._ring(session)
 
     def done(self, client: int, ticket: int) -> None:
         """End the client's assignment."""
-        seat = self.seat(client)
+        session = self.session(client)
         with self._lock:
-            if seat.train is not None and seat.train.ticket == ticket:
-                seat.train = None
-                seat.missing = False
-        self._ring(seat)
+            if session.train is not None and session.train.ticket == ticket:
+                session.train = None
+                session.missing = False
+        self._ring(session)
 
     def tell(self, client: int, outcome: UpdateOutcome) -> None:
         """Send the outcome of an update until the client confirms it."""
-        seat = self.seat(client)
+        session = self.session(client)
         with self._lock:
-            seat.outcomes[outcome.ticket] = outcome
-        self._ring(seat)
+            session.outcomes[outcome.ticket] = outcome
+        self._ring(session)
 
     def ask_measure(self, client: int, measure: EvaluationTask | None) -> None:
         """Request an evaluation of this model; None withdraws the request."""
-        seat = self.seat(client)
+        session = self.session(client)
         with self._lock:
-            seat.measure = measure
-        self._ring(seat)
+            session.measure = measure
+        self._ring(session)
 
     def ask(self, client: int, say: ProtocolStepBody | None, wants: dict[str, TensorSpec]) -> None:
         """Request an answer with such tensors; None withdraws the request."""
-        seat = self.seat(client)
+        session = self.session(client)
         with self._lock:
-            seat.say = say
-            seat.wants = wants
-        self._ring(seat)
+            session.say = say
+            session.wants = wants
+        self._ring(session)
 
     def end(self, reason: str) -> None:
         """Report to all clients that the run has ended."""
         self.over = reason
-        for seat in self.everybody():
-            self._ring(seat)
+        for session in self.everybody():
+            self._ring(session)
 
     def pause(self) -> None:
         """Answer all waiting requests without work, because the server stops for a while."""
         self.paused = True
-        for seat in self.everybody():
-            self._ring(seat)
+        for session in self.everybody():
+            self._ring(session)
 
     def has_to_tell(self, until: float) -> bool:
         """Return whether an available client still needs the end of the run or the last model.
@@ -239,109 +239,113 @@ class ClientOutbox:
         """
         now = time.monotonic()
         return any(
-            seat.calls or (now - seat.seen < LAST_CALL if seat.heard else now < until)
-            for seat in self.everybody()
-            if seat.here
+            session.calls or (now - session.seen < LAST_CALL if session.heard else now < until)
+            for session in self.everybody()
+            if session.available
         )
 
-    def _ring(self, seat: ClientSession) -> None:
+    def _ring(self, session: ClientSession) -> None:
         """Wake the handlers that wait for a message to this client."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_wake, seat)
+            self._loop.call_soon_threadsafe(_wake, session)
 
     # Methods of the handlers, in the event loop
 
     def confirm(self, client: int, tickets: list[int]) -> None:
         """Remove outcomes that the client has stored."""
-        seat = self.seat(client)
+        session = self.session(client)
         with self._lock:
             for ticket in tickets:
-                seat.outcomes.pop(ticket, None)
+                session.outcomes.pop(ticket, None)
 
-    def word(self, seat: ClientSession) -> NextAnswer | None:
+    def word(self, session: ClientSession) -> NextAnswer | None:
         """Return the messages to a client; None without messages."""
         with self._lock:
-            outcomes = list(seat.outcomes.values())
-            train = seat.train
-            if train is not None and seat.deadline is not None:
-                left = max(0.0, seat.deadline - self.now())
+            outcomes = list(session.outcomes.values())
+            train = session.train
+            if train is not None and session.deadline is not None:
+                left = max(0.0, session.deadline - self.now())
                 train = replace(train, left=left)
             if self.over is not None:
-                seat.heard = True
+                session.heard = True
                 return NextAnswer(outcomes=outcomes, over=self.over, final=self.final)
-            if not (outcomes or train or seat.measure or seat.say):
+            if not (outcomes or train or session.measure or session.say):
                 return None
-            return NextAnswer(outcomes=outcomes, train=train, measure=seat.measure, say=seat.say)
+            return NextAnswer(
+                outcomes=outcomes, train=train, measure=session.measure, say=session.say
+            )
 
-    async def next(self, seat: ClientSession, seconds: float, gone: DisconnectFuture) -> NextAnswer:
+    async def next(
+        self, session: ClientSession, seconds: float, gone: DisconnectFuture
+    ) -> NextAnswer:
         """Wait for messages to the client; return an empty message after `seconds`."""
         until = time.monotonic() + seconds
         while True:
-            word = self.word(seat)
+            word = self.word(session)
             left = 0.0 if self.paused or gone.done() else until - time.monotonic()
             if word is not None and not (word.train or word.measure or word.say or word.over):
-                await _rung(seat, gone, MOMENT)
-                word = self.word(seat)
+                await _rung(session, gone, MOMENT)
+                word = self.word(session)
             if word is not None or left <= 0:
                 return word if word is not None else NextAnswer()
-            await _rung(seat, gone, left)
+            await _rung(session, gone, left)
 
     async def watch(
-        self, seat: ClientSession, ticket: int, seconds: float, gone: DisconnectFuture
+        self, session: ClientSession, ticket: int, seconds: float, gone: DisconnectFuture
     ) -> WatchAnswer:
         """Wait while the update, or an answer about it, is still needed, for at most `seconds`."""
         until = time.monotonic() + seconds
         while True:
-            asked = seat.say is not None and seat.say.ticket == ticket
-            if not (asked or self.wants(seat, ticket)):
+            asked = session.say is not None and session.say.ticket == ticket
+            if not (asked or self.wants(session, ticket)):
                 why = self.over or "nobody waits for the update any more"
                 return WatchAnswer(wanted=False, reason=why, over=self.over)
             left = 0.0 if self.paused or gone.done() else until - time.monotonic()
             if left <= 0:
                 return WatchAnswer(wanted=True)
-            await _rung(seat, gone, left)
+            await _rung(session, gone, left)
 
-    def wants(self, seat: ClientSession, ticket: int) -> bool:
+    def wants(self, session: ClientSession, ticket: int) -> bool:
         """Return whether the server waits for an update with this assignment id."""
-        return self.over is None and seat.train is not None and seat.train.ticket == ticket
+        return self.over is None and session.train is not None and session.train.ticket == ticket
 
-    def asks(self, seat: ClientSession, ticket: int, asking: str) -> bool:
+    def asks(self, session: ClientSession, ticket: int, asking: str) -> bool:
         """Return whether this is the question that the client has to answer now."""
-        say = seat.say
+        say = session.say
         return say is not None and (say.ticket, say.asking) == (ticket, asking)
 
-    def answer(self, seat: ClientSession, said: ProtocolAnswerBody, digest: str) -> None:
+    def answer(self, session: ClientSession, said: ProtocolAnswerBody, digest: str) -> None:
         """Record the client's answer to its question; `digest` is that of the answer."""
         with self._lock:
-            seat.say = None
-            seat.answered = said.asking, digest
-        self.answers.put(ClientAnswer(seat.number, said))
+            session.say = None
+            session.answered = said.asking, digest
+        self.answers.put(ClientAnswer(session.number, said))
 
-    def called(self, seat: ClientSession) -> None:
+    def called(self, session: ClientSession) -> None:
         """Record the start of a request."""
-        seat.calls += 1
-        seat.seen = time.monotonic()
+        session.calls += 1
+        session.seen = time.monotonic()
 
-    def hung_up(self, seat: ClientSession) -> None:
+    def hung_up(self, session: ClientSession) -> None:
         """Record the end of a request, or a broken connection."""
-        seat.calls -= 1
-        seat.seen = time.monotonic()
+        session.calls -= 1
+        session.seen = time.monotonic()
 
     def silent(self, now: float) -> Iterator[ClientSession]:
         """Yield sessions of available clients without a request for `GRACE` seconds."""
-        for seat in self.everybody():
-            if seat.here and not seat.calls and now - seat.seen > GRACE:
-                yield seat
+        for session in self.everybody():
+            if session.available and not session.calls and now - session.seen > GRACE:
+                yield session
 
 
-def _wake(seat: ClientSession) -> None:
+def _wake(session: ClientSession) -> None:
     """Wake all waiting requests of a session."""
-    for bell in seat.bells:
+    for bell in session.bells:
         if not bell.done():
             bell.set_result(None)
 
 
-async def _rung(seat: ClientSession, gone: DisconnectFuture, seconds: float) -> None:
+async def _rung(session: ClientSession, gone: DisconnectFuture, seconds: float) -> None:
     """Wait for news for the client or its disconnection, for at most `seconds`.
 
     No event is missed: futures are completed in the event loop, and the caller has checked the
@@ -354,7 +358,7 @@ async def _rung(seat: ClientSession, gone: DisconnectFuture, seconds: float) -> 
         if not bell.done():
             bell.set_result(None)
 
-    seat.bells.append(bell)
+    session.bells.append(bell)
     gone.add_done_callback(ring)
     # Neither a task nor asyncio.wait, which would take 1 KB more per client, and thousands wait
     # here.
@@ -364,4 +368,4 @@ async def _rung(seat: ClientSession, gone: DisconnectFuture, seconds: float) -> 
     finally:
         late.cancel()
         gone.remove_done_callback(ring)
-        seat.bells.remove(bell)
+        session.bells.remove(bell)

@@ -44,20 +44,20 @@ class ProtocolSteps:
     def __init__(
         self,
         events: JournalEvents,
-        desk: ClientOutbox,
+        outbox: ClientOutbox,
         files: Updates,
         once: DurableOnce,
         seconds: float,
         stops: Callable[[], bool],
-        watching: ServerMetrics,
+        server_metrics: ServerMetrics,
     ) -> None:
         self._events = events
-        self._desk = desk
+        self._outbox = outbox
         self._files = files
         self._once = once
         self._seconds = seconds
         self._stops = stops
-        self._watching = watching
+        self._server_metrics = server_metrics
 
     def with_clients(self, says: Sequence[ProtocolStep]) -> Iterator[ProtocolAnswer]:
         """Yield the clients' answers. Raises Interrupted, and ValueError for invalid steps."""
@@ -74,7 +74,7 @@ class ProtocolSteps:
                 self._put_aside()
                 if self._stops():
                     raise StepInterrupted
-                self._watching.pulse(self._desk, "adding up")
+                self._server_metrics.pulse(self._outbox, "adding up")
                 answered = self._next(asking)
                 if answered is not None:
                     answer = self._answer(waits.pop(answered.said.ticket), answered)
@@ -84,13 +84,13 @@ class ProtocolSteps:
                     break
         finally:
             for say in waits.values():
-                self._desk.ask(say.client, None, {})
+                self._outbox.ask(say.client, None, {})
             self._forget(waits.values())
 
     def _ask(self, say: ProtocolStep, asking: str) -> None:
         wants = [(form.dtype, list(form.shape)) for form in say.wants]
         this = ProtocolStepBody(say.ticket, say.stage, asking, say.body, wants)
-        self._desk.ask(say.client, this, forms_of(say.wants))
+        self._outbox.ask(say.client, this, forms_of(say.wants))
         self._count(say.client, down=len(say.body))
 
     def _put_aside(self) -> None:
@@ -101,7 +101,7 @@ class ProtocolSteps:
     def _next(self, asking: str) -> ClientAnswer | None:
         """Return an answer to this question; None after a moment without an answer."""
         try:
-            answered = self._desk.answers.get(timeout=MOMENT)
+            answered = self._outbox.answers.get(timeout=MOMENT)
         except queue.Empty:
             return None
         # An answer that arrived at the very end of an earlier step has no consumer.
@@ -109,14 +109,14 @@ class ProtocolSteps:
 
     def _anybody(self, says: Iterable[ProtocolStep]) -> bool:
         """Return whether a client of these steps is available, or must be waited for."""
-        return any(say.waits or self._desk.seat(say.client).here for say in says)
+        return any(say.waits or self._outbox.session(say.client).available for say in says)
 
     def _forget(self, says: Iterable[ProtocolStep]) -> None:
         """Drop late answers to these steps."""
         self._files.delete([say.ticket for say in says if say.wants])
         with suppress(queue.Empty):
             while True:
-                self._desk.answers.get_nowait()
+                self._outbox.answers.get_nowait()
 
     def _answer(self, say: ProtocolStep, answered: ClientAnswer) -> ProtocolAnswer | None:
         """Return the client's answer; None if the client leaves the protocol."""
@@ -137,7 +137,7 @@ class ProtocolSteps:
         finally:
             if wants:
                 self._files.delete([say.ticket])
-        self._watching.left_protocol(say.client, say.ticket, say.stage, why)
+        self._server_metrics.left_protocol(say.client, say.ticket, say.stage, why)
         return None
 
     def _count(self, client: int, down: int = 0, up: int = 0) -> None:

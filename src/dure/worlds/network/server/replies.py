@@ -39,59 +39,59 @@ MOST_KIND = 100
 class Replies:
     """Routes of clients whose updates stay with them."""
 
-    desk: ClientOutbox
+    outbox: ClientOutbox
     journal: Journal
     access: AccessControl
 
     async def ready(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, UpdateReady)
-        seat = session_of_client(self.desk, admitted)
-        with OpenRequest(self.desk, seat):
-            async with seat.sending:
-                await self._ready(seat, said.ticket)
+        session = session_of_client(self.outbox, admitted)
+        with OpenRequest(self.outbox, session):
+            async with session.sending:
+                await self._ready(session, said.ticket)
         return Response(status_code=204)
 
-    async def _ready(self, seat: ClientSession, ticket: int) -> None:
-        if seat.train is None or not self.desk.wants(seat, ticket):
+    async def _ready(self, session: ClientSession, ticket: int) -> None:
+        if session.train is None or not self.outbox.wants(session, ticket):
             # A client that has not received the answer repeats the notice.
-            if ticket in seat.outcomes or ticket in seat.sent:
+            if ticket in session.outcomes or ticket in session.sent:
                 return
             raise unwanted()
-        if not seat.train.holds:
+        if not session.train.holds:
             why = "the updates of this run are sent, and this one was only said to be ready"
-            self.access.refuse(seat.number, 422, "not sent", why)
+            self.access.refuse(session.number, 422, "not sent", why)
         await logged(
-            self.journal, "update", seat.number, ticket, to_json(held_update_record(ticket))
+            self.journal, "update", session.number, ticket, to_json(held_update_record(ticket))
         )
-        seat.sent.append(ticket)
-        self.desk.done(seat.number, ticket)
+        session.sent.append(ticket)
+        self.outbox.done(session.number, ticket)
 
     async def answered(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, ProtocolAnswerBody)
-        seat = session_of_client(self.desk, admitted)
-        with OpenRequest(self.desk, seat):
+        session = session_of_client(self.outbox, admitted)
+        with OpenRequest(self.outbox, session):
             # Waits for an upload of tensors in progress.
-            async with seat.sending:
-                self._answered(seat, said, admitted.digest)
+            async with session.sending:
+                self._answered(session, said, admitted.digest)
         return Response(status_code=204)
 
-    def _answered(self, seat: ClientSession, said: ProtocolAnswerBody, digest: str) -> None:
-        if seat.answered == (said.asking, digest):
+    def _answered(self, session: ClientSession, said: ProtocolAnswerBody, digest: str) -> None:
+        if session.answered == (said.asking, digest):
             return
-        say = seat.say
-        if say is None or not self.desk.asks(seat, said.ticket, said.asking):
+        say = session.say
+        if say is None or not self.outbox.asks(session, said.ticket, said.asking):
             raise RequestRefused(410, "not wanted", "nobody waits for this answer any more")
         if said.stage != say.stage:
             why = f"it is of step {said.stage}, and step {say.stage} was asked"
-            self.access.refuse(seat.number, 422, "another step", why)
+            self.access.refuse(session.number, 422, "another step", why)
         if said.body is not None and len(said.body) > MOST_STEP_BYTES:
             why = f"the answer has {len(said.body)} bytes, and may have {MOST_STEP_BYTES}"
-            self.access.refuse(seat.number, 413, "too long", why)
-        if said.body is not None and seat.wants and seat.uploaded_answer != said.asking:
+            self.access.refuse(session.number, 413, "too long", why)
+        if said.body is not None and session.wants and session.uploaded_answer != said.asking:
             why = "the tensors of the answer are to be sent before it"
-            self.access.refuse(seat.number, 422, "no tensors", why)
+            self.access.refuse(session.number, 422, "no tensors", why)
         kind = one_line(said.failure, MOST_KIND)
-        self.desk.answer(seat, replace(said, failure=kind), digest)
+        self.outbox.answer(session, replace(said, failure=kind), digest)
 
 
 def held_update_record(ticket: int) -> UploadRequest:

@@ -140,26 +140,29 @@ class ServerMetrics:
 
     # Clients
 
-    def arrived(self, seat: ClientSession) -> None:
+    def arrived(self, session: ClientSession) -> None:
         log_event(
             "client in",
-            client=seat.number,
-            name=seat.name,
-            examples=seat.examples,
-            held_out=seat.held_out,
+            client=session.number,
+            name=session.name,
+            examples=session.examples,
+            held_out=session.held_out,
         )
 
-    def left(self, seat: ClientSession) -> None:
+    def left(self, session: ClientSession) -> None:
         """Log that a client has disconnected: missing if at work, otherwise out."""
-        if seat.train is not None:
+        if session.train is not None:
             log_event(
-                "client missing", logging.WARNING, client=seat.number, ticket=seat.train.ticket
+                "client missing",
+                logging.WARNING,
+                client=session.number,
+                ticket=session.train.ticket,
             )
         else:
-            log_event("client out", client=seat.number)
+            log_event("client out", client=session.number)
 
-    def back(self, seat: ClientSession) -> None:
-        log_event("client back", client=seat.number)
+    def back(self, session: ClientSession) -> None:
+        log_event("client back", client=session.number)
 
     def assigned(self, client: int, ticket: int, round: int, size: int) -> None:
         log_event("assignment", client=client, ticket=ticket, round=round + 1, bytes=size)
@@ -226,27 +229,27 @@ class ServerMetrics:
 
     # The terminal
 
-    def pulse(self, desk: ClientOutbox, doing: str) -> None:
+    def pulse(self, outbox: ClientOutbox, doing: str) -> None:
         """Report the available clients, at most every `PULSE` seconds."""
         at = time.monotonic()
         if at - self._pulsed < PULSE:
             return
         self._pulsed = at
-        self._report({"federation": {"doing": doing, **self.look(desk)}})
+        self._report({"federation": {"doing": doing, **self.look(outbox)}})
 
-    def look(self, desk: ClientOutbox) -> dict[str, Any]:
+    def look(self, outbox: ClientOutbox) -> dict[str, Any]:
         """Return a short summary of the available clients and the awaited work."""
-        seats = desk.everybody()
-        here = [seat for seat in seats if seat.here]
-        working = [seat for seat in seats if seat.train is not None]
-        ends = [seat.deadline for seat in working if seat.deadline is not None]
-        rounds = [seat.train.round for seat in working if seat.train is not None]
+        sessions = outbox.everybody()
+        available = [session for session in sessions if session.available]
+        working = [session for session in sessions if session.train is not None]
+        ends = [session.deadline for session in working if session.deadline is not None]
+        rounds = [session.train.round for session in working if session.train is not None]
         return {
             "round": max([self.step, *rounds]) + 1,
-            "here": len(here),
-            "at_work": [seat.name for seat in working if not seat.missing],
-            "missing": [seat.name for seat in working if seat.missing],
-            "left": max(0.0, min(ends) - desk.now()) if ends else None,
+            "here": len(available),
+            "at_work": [session.name for session in working if not session.missing],
+            "missing": [session.name for session in working if session.missing],
+            "left": max(0.0, min(ends) - outbox.now()) if ends else None,
             "outcomes": dict(self.outcomes),
             "received": self.received,
             "sent": self.sent,
@@ -266,20 +269,20 @@ def now() -> str:
 class MeteredApp:
     """ASGI application that counts the bytes of request and answer bodies."""
 
-    def __init__(self, app: Any, watching: ServerMetrics) -> None:
+    def __init__(self, app: Any, server_metrics: ServerMetrics) -> None:
         self._app = app
-        self._watching = watching
+        self._server_metrics = server_metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        watching = self._watching
+        server_metrics = self._server_metrics
 
         async def receiving() -> Any:
             message = await receive()
-            watching.received += len(message.get("body", b""))
+            server_metrics.received += len(message.get("body", b""))
             return message
 
         async def sending(message: Any) -> None:
-            watching.sent += len(message.get("body", b""))
+            server_metrics.sent += len(message.get("body", b""))
             await send(message)
 
         await self._app(scope, receiving, sending)

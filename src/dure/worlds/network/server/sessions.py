@@ -39,7 +39,7 @@ from dure.worlds.network.server.cohort import CheckInRecord, differences
 from dure.worlds.network.server.outbox import ClientOutbox, ClientSession
 from dure.worlds.network.server.server_metrics import ServerMetrics
 
-HOLDS = 2
+FIRST_VERSION_WITH_HELD_UPDATES = 2
 """First protocol version whose clients support updates that stay at their clients."""
 
 
@@ -61,8 +61,8 @@ class ServedRun:
             client processes in a round.
         holds: Whether updates stay at their clients.
         roster: Owner's roster in JSON, as in `Welcome`.
-        why_not: Function of a cohort size; returns the reason why the run cannot guarantee the size
-            for each new model, or None.
+        cohort_objection: Function of a number of clients; returns the reason why the run cannot
+            combine the updates of at least so many clients in each new model, or None.
     """
 
     run: str
@@ -77,39 +77,43 @@ class ServedRun:
     samples: Callable[[int], int]
     holds: bool = False
     roster: str = ""
-    why_not: Callable[[int], str | None] = lambda asked: None
+    cohort_objection: Callable[[int], str | None] = lambda asked: None
 
-    def check(self, said: CheckIn, admitted: Admitted, access: AccessControl) -> None:
+    def check(self, message: CheckIn, admitted: Admitted, access: AccessControl) -> None:
         """Check the version and the task of a client. Raises RequestError or Refused."""
-        if said.version not in (requests.VERSION, requests.VERSION - 1):
+        if message.version not in (requests.VERSION, requests.VERSION - 1):
             raise RequestError(
-                f"the client speaks version {said.version}, and the server {requests.VERSION}: "
+                f"the client speaks version {message.version}, and the server {requests.VERSION}: "
                 f"install the same dure"
             )
-        if self.holds and said.version < HOLDS:
+        if self.holds and message.version < FIRST_VERSION_WITH_HELD_UPDATES:
             raise RequestError(
-                f"the client speaks version {said.version}, which would send its updates, and in "
-                f"this run they stay with their clients: install the same dure"
+                f"the client speaks version {message.version}, which would send its updates, and "
+                f"in this run they stay with their clients: install the same dure"
             )
-        if said.trains is not None:
-            different = self.compare(said.trains, self.trains)
+        if message.trains is not None:
+            different = self.compare(message.trains, self.trains)
             if different:
                 why = f"the task is another: {'; '.join(different[:5])}"
                 access.refuse(admitted.client, 409, "another task", why)
 
     def check_cohort(
-        self, said: CheckIn, admitted: Admitted, access: AccessControl, under_way: str | None = None
+        self,
+        message: CheckIn,
+        admitted: Admitted,
+        access: AccessControl,
+        reason_to_wait: str | None = None,
     ) -> None:
         """Check that the run can guarantee the client's smallest cohort. Raises Refused.
 
-        `under_way` is the reason why a started run would have to wait for more clients; None
+        `reason_to_wait` is the reason why a started run would have to wait for more clients; None
         otherwise.
         """
-        why = self.why_not(said.smallest_cohort) or under_way
+        why = self.cohort_objection(message.smallest_cohort) or reason_to_wait
         if why is not None:
             reason = (
-                f"this site asks for at least {said.smallest_cohort:,} clients in each new model, "
-                f"and {why}"
+                f"this site asks for at least {message.smallest_cohort:,} clients in each new "
+                f"model, and {why}"
             )
             access.refuse(admitted.client, 409, "smallest cohort", reason)
 
@@ -131,19 +135,19 @@ class ServedRun:
             roster=self.roster,
         )
 
-    def keeps_to(self, said: CheckIn, cohort: int) -> int:
+    def smallest_cohort_with(self, message: CheckIn, cohort: int) -> int:
         """Return the run's smallest cohort after this check-in; `cohort` is the value before."""
-        asked = said.smallest_cohort
-        return max(cohort, asked) if self.why_not(asked) is None else cohort
+        asked = message.smallest_cohort
+        return max(cohort, asked) if self.cohort_objection(asked) is None else cohort
 
 
-def check_in_record_of(seat: ClientSession, smallest_cohort: int | None = None) -> CheckInRecord:
+def check_in_record_of(session: ClientSession, smallest_cohort: int | None = None) -> CheckInRecord:
     """Return the stored introduction of a client that was available before.
 
     `smallest_cohort` replaces the client's own value if it is not None.
     """
-    asks = seat.smallest_cohort if smallest_cohort is None else smallest_cohort
-    return CheckInRecord(seat.name, seat.examples, seat.held_out, seat.machine, asks)
+    asks = session.smallest_cohort if smallest_cohort is None else smallest_cohort
+    return CheckInRecord(session.name, session.examples, session.held_out, session.machine, asks)
 
 
 @dataclass
@@ -151,115 +155,126 @@ class SessionRoutes:
     """Routes of client sessions, and the check for disconnected clients."""
 
     served: ServedRun
-    desk: ClientOutbox
+    outbox: ClientOutbox
     journal: Journal
     access: AccessControl
-    watching: ServerMetrics = field(default_factory=ServerMetrics)
+    server_metrics: ServerMetrics = field(default_factory=ServerMetrics)
 
     async def enrol(self, request: Request) -> Response:
         body = await body_of(request, None, requests.Enrol)
         return answer(await asyncio.to_thread(self.access.enrol, body, address_of(request)))
 
     async def check_in(self, request: Request, admitted: Admitted) -> Response:
-        said = await body_of(request, admitted, CheckIn)
-        self.served.check(said, admitted, self.access)
-        if not said.looks:
-            self.served.check_cohort(said, admitted, self.access, self._holds_up(said, admitted))
+        message = await body_of(request, admitted, CheckIn)
+        self.served.check(message, admitted, self.access)
+        if not message.looks:
+            self.served.check_cohort(
+                message, admitted, self.access, self._reason_to_wait(message, admitted)
+            )
         # After the checks of the task: a refused client takes no client number.
-        if not said.looks and (admitted.client == NEW or said.name or said.wants is not None):
+        if not message.looks and (
+            admitted.client == NEW or message.name or message.wants is not None
+        ):
             admitted = await asyncio.to_thread(
-                self.access.check_in, admitted, said.name, said.wants
+                self.access.check_in, admitted, message.name, message.wants
             )
         # A client without examples has a number, but is not available.
-        if said.examples and not said.looks:
-            seat = self.desk.seat(admitted.client)
-            seat.name = admitted.name or f"client {admitted.client}"
-            examples, held_out = said.examples, said.held_out
+        if message.examples and not message.looks:
+            session = self.outbox.session(admitted.client)
+            session.name = admitted.name or f"client {admitted.client}"
+            examples, held_out = message.examples, message.held_out
             if self.served.holds:
                 # Applies also to a client that reports its numbers: the server must not store them.
                 examples, held_out = 1, 0
-            with OpenRequest(self.desk, seat):
-                here = CheckInRecord(
-                    seat.name, examples, held_out, said.machine, said.smallest_cohort
+            with OpenRequest(self.outbox, session):
+                record = CheckInRecord(
+                    session.name, examples, held_out, message.machine, message.smallest_cohort
                 )
-                await self._arrives(seat, here)
-        differs = differences(said.machine, self.served.machine)
+                await self._mark_available(session, record)
+        differs = differences(message.machine, self.served.machine)
         welcome = self.served.welcome(admitted.client, differs)
-        cohort = self.served.keeps_to(said, self.desk.smallest_cohort)
+        cohort = self.served.smallest_cohort_with(message, self.outbox.smallest_cohort)
         return answer(replace(welcome, smallest_cohort=cohort))
 
-    def _holds_up(self, said: CheckIn, admitted: Admitted) -> str | None:
+    def _reason_to_wait(self, message: CheckIn, admitted: Admitted) -> str | None:
         """Return the reason why a started run would have to wait for this client's cohort."""
-        desk = self.desk
-        if not desk.begun or said.smallest_cohort <= desk.smallest_cohort:
+        outbox = self.outbox
+        if not outbox.begun or message.smallest_cohort <= outbox.smallest_cohort:
             return None
-        others = sum(1 for one in desk.everybody() if one.here and one.number != admitted.client)
-        if said.smallest_cohort <= others + 1:
+        others = sum(
+            1 for one in outbox.everybody() if one.available and one.number != admitted.client
+        )
+        if message.smallest_cohort <= others + 1:
             return None
         return (
             f"the run is under way with {others + 1} of them, this one included, who would have to "
             f"wait: come again when more are there"
         )
 
-    async def _arrives(self, seat: ClientSession, here: CheckInRecord) -> None:
+    async def _mark_available(self, session: ClientSession, record: CheckInRecord) -> None:
         """Record and log that a client is available."""
-        seat.here = True
-        seat.examples = here.examples
-        seat.held_out = here.held_out
-        seat.machine = here.machine
-        seat.smallest_cohort = here.smallest_cohort
-        await logged(self.journal, "check_in", seat.number, body=to_json(here))
-        self.watching.arrived(seat)
+        session.available = True
+        session.examples = record.examples
+        session.held_out = record.held_out
+        session.machine = record.machine
+        session.smallest_cohort = record.smallest_cohort
+        await logged(self.journal, "check_in", session.number, body=to_json(record))
+        self.server_metrics.arrived(session)
 
     async def next(self, request: Request, admitted: Admitted) -> Response:
         ready = await body_of(request, admitted, NextRequest)
-        seat = session_of_client(self.desk, admitted)
-        self.desk.confirm(seat.number, ready.confirmed)
-        with OpenRequest(self.desk, seat):
-            await self._comes_back(seat)
+        session = session_of_client(self.outbox, admitted)
+        self.outbox.confirm(session.number, ready.confirmed)
+        with OpenRequest(self.outbox, session):
+            await self._mark_returned(session)
             async with connected(request) as gone:
-                word = await self.desk.next(seat, self.served.patience, gone)
+                reply = await self.outbox.next(session, self.served.patience, gone)
         # The client may have been revoked while it waited.
-        if not self.access.may(seat.number):
-            self.access.refuse(seat.number, 403, "revoked", f"client {seat.number} was revoked")
-        return answer(word)
+        if not self.access.may(session.number):
+            self.access.refuse(
+                session.number, 403, "revoked", f"client {session.number} was revoked"
+            )
+        return answer(reply)
 
-    async def _comes_back(self, seat: ClientSession) -> None:
+    async def _mark_returned(self, session: ClientSession) -> None:
         """Record and log the return of a client that was marked as disconnected."""
-        if seat.missing and seat.train is not None:
-            seat.missing = False
-            await logged(self.journal, "back", seat.number, seat.train.ticket)
-            self.watching.back(seat)
-        if not seat.here:
-            await self._arrives(seat, check_in_record_of(seat))
+        if session.missing and session.train is not None:
+            session.missing = False
+            await logged(self.journal, "back", session.number, session.train.ticket)
+            self.server_metrics.back(session)
+        if not session.available:
+            await self._mark_available(session, check_in_record_of(session))
 
     async def watch(self, request: Request, admitted: Admitted) -> Response:
-        said = await body_of(request, admitted, WatchRequest)
-        seat = session_of_client(self.desk, admitted)
-        with OpenRequest(self.desk, seat):
-            await self._comes_back(seat)
+        message = await body_of(request, admitted, WatchRequest)
+        session = session_of_client(self.outbox, admitted)
+        with OpenRequest(self.outbox, session):
+            await self._mark_returned(session)
             async with connected(request) as gone:
                 heartbeat = self.served.heartbeat
-                watched = await self.desk.watch(seat, said.ticket, heartbeat, gone)
+                watched = await self.outbox.watch(session, message.ticket, heartbeat, gone)
         return answer(watched)
 
-    async def look(self) -> None:
+    async def detect_disconnected(self) -> None:
         """Detect disconnected clients, and drop the cohort requirements of revoked clients."""
-        for seat in self.desk.everybody():
-            if seat.smallest_cohort > 1 and not self.access.may(seat.number):
+        for session in self.outbox.everybody():
+            if session.smallest_cohort > 1 and not self.access.may(session.number):
                 await logged(
-                    self.journal, "asks", seat.number, body=to_json(check_in_record_of(seat, 1))
+                    self.journal,
+                    "asks",
+                    session.number,
+                    body=to_json(check_in_record_of(session, 1)),
                 )
-                seat.smallest_cohort = 1
-        for seat in self.desk.silent(time.monotonic()):
-            seat.here = False
-            seat.missing = seat.train is not None
+                session.smallest_cohort = 1
+        for session in self.outbox.silent(time.monotonic()):
+            session.available = False
+            session.missing = session.train is not None
             try:
-                if seat.train is not None:
-                    await logged(self.journal, "missing", seat.number, seat.train.ticket)
+                if session.train is not None:
+                    await logged(self.journal, "missing", session.number, session.train.ticket)
                 else:
-                    await logged(self.journal, "leave", seat.number)
-                self.watching.left(seat)
+                    await logged(self.journal, "leave", session.number)
+                self.server_metrics.left(session)
             # The disk is full: the next check repeats the attempt.
             except RunFolderWriteError:
-                seat.here = True
+                session.available = True

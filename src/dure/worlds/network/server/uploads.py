@@ -56,7 +56,7 @@ class Uploads:
     """
 
     clients: int
-    desk: ClientOutbox
+    outbox: ClientOutbox
     journal: Journal
     updates: Updates
     access: AccessControl
@@ -66,59 +66,59 @@ class Uploads:
 
     async def reserve(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, UploadRequest)
-        seat = session_of_client(self.desk, admitted)
-        with OpenRequest(self.desk, seat):
-            async with seat.sending:
-                return await self._reserve(seat, said)
+        session = session_of_client(self.outbox, admitted)
+        with OpenRequest(self.outbox, session):
+            async with session.sending:
+                return await self._reserve(session, said)
 
-    async def _reserve(self, seat: ClientSession, said: UploadRequest) -> Response:
+    async def _reserve(self, session: ClientSession, said: UploadRequest) -> Response:
         if said.asking:
-            return await self._reserve_answer(seat, said)
-        if seat.train is not None and seat.train.holds:
+            return await self._reserve_answer(session, said)
+        if session.train is not None and session.train.holds:
             why = "updates of this run stay with their clients, and this one would travel bare"
-            self.access.refuse(seat.number, 422, "bare", why)
-        if not self.desk.wants(seat, said.ticket):
+            self.access.refuse(session.number, 422, "bare", why)
+        if not self.outbox.wants(session, said.ticket):
             # A client that did not receive the acknowledgement asks again.
-            if said.ticket in seat.outcomes or said.ticket in seat.sent:
+            if said.ticket in session.outcomes or said.ticket in session.sent:
                 return answer(UploadState(str(said.ticket), said.bytes, PART, complete=True))
             raise unwanted()
         if said.failure is not None:
             said = replace(said, failure=one_line(said.failure))
-            await self._complete(seat, said)
+            await self._complete(session, said)
             return answer(UploadState(str(said.ticket), 0, PART, complete=True))
-        wrong = self._made_up(seat, said)
+        wrong = self._made_up(session, said)
         if wrong is not None:
-            self.access.refuse(seat.number, 422, "made up", f"the update cannot be: {wrong}")
-        expected = size_of(seat.forms)
+            self.access.refuse(session.number, 422, "made up", f"the update cannot be: {wrong}")
+        expected = size_of(session.forms)
         if said.bytes != expected:
             raise RequestError(
                 f"the update has {said.bytes} bytes, and this model's has {expected}"
             )
         upload = await asyncio.to_thread(self._opened, said)
-        self.reserved[seat.number] = said
-        return await self._received(seat, said, upload)
+        self.reserved[session.number] = said
+        return await self._received(session, said, upload)
 
-    async def _reserve_answer(self, seat: ClientSession, said: UploadRequest) -> Response:
+    async def _reserve_answer(self, session: ClientSession, said: UploadRequest) -> Response:
         """Accept the announcement of an answer's tensors."""
-        if said.asking in (seat.uploaded_answer, seat.answered[0]):
+        if said.asking in (session.uploaded_answer, session.answered[0]):
             return answer(UploadState(str(said.ticket), said.bytes, PART, complete=True))
-        if not self.desk.asks(seat, said.ticket, said.asking):
+        if not self.outbox.asks(session, said.ticket, said.asking):
             raise unwanted()
-        expected = size_of(seat.wants)
-        if not seat.wants or said.bytes != expected:
+        expected = size_of(session.wants)
+        if not session.wants or said.bytes != expected:
             raise RequestError(f"the answer has {said.bytes} bytes, and {expected} are asked for")
         upload = await asyncio.to_thread(self._opened, said)
-        self.reserved[seat.number] = said
-        return await self._received(seat, said, upload)
+        self.reserved[session.number] = said
+        return await self._received(session, said, upload)
 
-    def _made_up(self, seat: ClientSession, said: UploadRequest) -> str | None:
+    def _made_up(self, session: ClientSession, said: UploadRequest) -> str | None:
         """Return why the announced numbers are impossible; None if they are possible.
 
         The mean weights updates by these numbers, so a malicious client must not choose them
         freely.
         """
-        if not 1 <= said.examples <= seat.examples:
-            return f"it is of {said.examples:,} examples, and its client has {seat.examples:,}"
+        if not 1 <= said.examples <= session.examples:
+            return f"it is of {said.examples:,} examples, and its client has {session.examples:,}"
         most = self.samples(said.examples)
         if not 1 <= said.samples <= most:
             return (
@@ -136,15 +136,15 @@ class Uploads:
 
     async def part(self, request: Request, admitted: Admitted) -> Response:
         name = request.path_params["upload"]
-        seat = session_of_client(self.desk, admitted)
-        with OpenRequest(self.desk, seat):
+        session = session_of_client(self.outbox, admitted)
+        with OpenRequest(self.outbox, session):
             check_length(request, PART)
             signed = signed_number(request, "offset")
             if signed is None:
                 offset = unsigned_number(request.headers.get("upload-offset", ""))
             else:
                 offset = signed
-            said = self._wanted(seat, name)
+            said = self._wanted(session, name)
             upload = await asyncio.to_thread(
                 self.updates.open, said.ticket, said.bytes, said.digest
             )
@@ -155,66 +155,68 @@ class Uploads:
                 with _unproven():
                     await receive(request, part, PART, piece_of(self.clients))
                 # Serialised, because a recorded update must not change.
-                async with seat.sending:
-                    self._wanted(seat, name)
+                async with session.sending:
+                    self._wanted(session, name)
                     with _unproven():
                         await asyncio.to_thread(part.done, admitted.digest)
                     # The digest of the whole is signed, and so is every part with a signed offset.
                     with nullcontext() if signed is not None else _unproven():
                         await asyncio.to_thread(_complete, upload, not said.asking)
-                    return await self._received(seat, said, upload)
+                    return await self._received(session, said, upload)
             except OvertakenError:
                 return _go_on(name, upload)
 
-    def _wanted(self, seat: ClientSession, name: str) -> UploadRequest:
+    def _wanted(self, session: ClientSession, name: str) -> UploadRequest:
         """Return the announcement of an upload. Raises Refused if it is no longer needed."""
-        said = self.reserved.get(seat.number)
+        said = self.reserved.get(session.number)
         if said is None or name != str(said.ticket):
             raise unwanted()
         if said.asking:
-            wanted = self.desk.asks(seat, said.ticket, said.asking)
+            wanted = self.outbox.asks(session, said.ticket, said.asking)
         else:
-            wanted = self.desk.wants(seat, said.ticket)
+            wanted = self.outbox.wants(session, said.ticket)
         if not wanted:
             raise unwanted()
         return said
 
-    async def _received(self, seat: ClientSession, said: UploadRequest, upload: Upload) -> Response:
+    async def _received(
+        self, session: ClientSession, said: UploadRequest, upload: Upload
+    ) -> Response:
         """Acknowledge received bytes; record a complete upload first."""
         if upload.left:
             return answer(UploadState(str(said.ticket), upload.offset, PART))
-        await self._complete(seat, said)
+        await self._complete(session, said)
         return answer(UploadState(str(said.ticket), said.bytes, PART, complete=True))
 
-    async def _complete(self, seat: ClientSession, said: UploadRequest) -> None:
+    async def _complete(self, session: ClientSession, said: UploadRequest) -> None:
         if said.asking:
             # The journal never has answers. The client sends the answer itself next.
-            seat.uploaded_answer = said.asking
-            self.reserved.pop(seat.number, None)
+            session.uploaded_answer = said.asking
+            self.reserved.pop(session.number, None)
             return
-        await logged(self.journal, "update", seat.number, said.ticket, to_json(said))
-        seat.sent.append(said.ticket)
-        self.reserved.pop(seat.number, None)
-        self.desk.done(seat.number, said.ticket)
+        await logged(self.journal, "update", session.number, said.ticket, to_json(said))
+        session.sent.append(said.ticket)
+        self.reserved.pop(session.number, None)
+        self.outbox.done(session.number, said.ticket)
 
     async def failed(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, TrainingFailure)
-        seat = session_of_client(self.desk, admitted)
-        if self.desk.wants(seat, said.ticket):
+        session = session_of_client(self.outbox, admitted)
+        if self.outbox.wants(session, said.ticket):
             where = f" ({said.file}:{said.line})" if said.file else ""
             told = f": {said.message}" if said.message else ""
             reason = one_line(f"its own code raised {said.kind}{where}{told}")
-            await logged(self.journal, "failed", seat.number, said.ticket, reason.encode())
+            await logged(self.journal, "failed", session.number, said.ticket, reason.encode())
             # The client gets further work after its next request.
-            seat.here = False
+            session.available = False
         return Response(status_code=204)
 
     async def measured(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, EvaluationReport)
-        seat = session_of_client(self.desk, admitted)
-        if seat.measure is not None and seat.measure.round == said.round:
-            await logged(self.journal, "measured", seat.number, body=to_json(said))
-            self.desk.ask_measure(seat.number, None)
+        session = session_of_client(self.outbox, admitted)
+        if session.measure is not None and session.measure.round == said.round:
+            await logged(self.journal, "measured", session.number, body=to_json(said))
+            self.outbox.ask_measure(session.number, None)
         return Response(status_code=204)
 
 
