@@ -5,9 +5,9 @@ Rank i has n_i of n examples, and the ranks before it have n_0 + … + n_(i-1) =
     p_i            a permutation of rank i's examples, a function of (seed, i)
     example p_i(k) of rank i outgoing to rank (o_i + k) mod N,    k = 0 … n_i - 1
 
-Every rank thus gets the N-th part of each rank's examples, drawn at random, and has n/N in all,
-each to within one. The destination of an example follows from the seed and the n_i alone: no rank
-has to know another rank's examples, and a resumed run repeats the exchange.
+Rank j thus gets n_i/N examples of rank i, drawn at random, and n/N examples in all. Both numbers
+are rounded up or down to an integer. The destination of an example is a function of the seed and
+the n_i alone: no rank has to know another rank's examples, and a resumed run repeats the exchange.
 
 A rank sends each example that it does not keep, once: n_i - n_ii examples, with n_ij the number
 from rank i for rank j (`shuffle_counts`). This is (N-1)/N of its examples if N divides n_i. The
@@ -44,7 +44,10 @@ PIECE = 8 << 20
 
 
 def shuffle_counts(counts: Sequence[int]) -> list[list[int]]:
-    """Return how many examples of rank i go to rank j, by [i][j]. counts: the n_i."""
+    """Return the matrix n_ij of the numbers of examples that rank i sends to rank j.
+
+    counts: the n_i.
+    """
     ranks = len(counts)
     rows = []
     before = 0
@@ -67,9 +70,10 @@ def outgoing_positions(counts: Sequence[int], rank: int, seed: int) -> list[Tens
 
 
 def shuffled_indices(parts: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """Return the indices of the examples of each rank after the shuffle, in the order on that rank.
+    """Return the indices of the examples of each rank after the shuffle, computed without messages.
 
-    parts: indices of the examples of each rank before, from a partition.
+    The function serves to check `shuffle_examples`. parts: int64 indices of the examples of each
+    rank before the shuffle. The results are in the order of the examples on the receiving rank.
     """
     counts = list(map(len, parts))
     positions = [outgoing_positions(counts, rank, seed) for rank in range(len(counts))]
@@ -80,7 +84,11 @@ def shuffled_indices(parts: Sequence[Tensor], seed: int) -> list[Tensor]:
 
 
 def check_movable(examples: Examples) -> None:
-    """Check that examples can be sent unchanged. Raises ValueError otherwise."""
+    """Check that reading an example draws no random numbers. Raises ValueError otherwise.
+
+    A dataset with random transforms gives another tensor for each read of an example, and the
+    shuffle would send a single one of them.
+    """
     if examples.draws:
         raise ValueError(
             "the shuffle sends examples as they lie in tensors, and a dataset is read example by "
@@ -89,7 +97,7 @@ def check_movable(examples: Examples) -> None:
 
 
 class _Leaf(NamedTuple):
-    """Tensor of an example: its shape and dtype."""
+    """Shape and dtype of a tensor of an example."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -100,14 +108,14 @@ class _Leaf(NamedTuple):
 
 
 class ExampleLayout(NamedTuple):
-    """Structure of an example."""
+    """Structure of an example: its tensors as leaves of a pytree."""
 
     leaves: list[_Leaf]
     tree: TreeSpec
 
     @classmethod
     def of(cls, examples: Examples, index: int = 0) -> ExampleLayout:
-        """Return the layout of the example at `index`, which is read for this purpose."""
+        """Return the layout of the example at `index`. The example is read."""
         leaves, tree = tree_flatten(examples.batch(torch.tensor([index])))
         return cls([_Leaf(leaf.shape[1:], leaf.dtype) for leaf in leaves], tree)
 
@@ -118,11 +126,11 @@ class ExampleLayout(NamedTuple):
 
     @property
     def examples_per_piece(self) -> int:
-        """Examples of a piece."""
+        """Number of examples in a piece of `PIECE` bytes, at least 1."""
         return max(1, PIECE // max(1, self.nbytes))
 
     def digest(self) -> float:
-        """Return a number that is equal for equal layouts; exact in float64."""
+        """Return a hash of the layout as a float64: ranks compare hashes to compare layouts."""
         text = f"{self.leaves} {self.tree}".encode()
         return float(int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little"))
 
@@ -133,11 +141,11 @@ def shuffle_examples(
     """Return the examples of this rank after the shuffle; all ranks call this function together.
 
     Args:
-        examples: Examples, from which this rank reads its own.
+        examples: Examples, from which this rank reads the examples of its `indices`.
         indices: Indices of this rank's examples, int64 of shape (n_i,).
-        counts: The n_i.
+        counts: Numbers of examples of all ranks, the n_i.
         seed: Seed of the permutations.
-        group: The ranks.
+        group: Group of the ranks.
 
     Returns:
         The received examples, in order of the sending rank.
@@ -149,7 +157,7 @@ def shuffle_examples(
     _check_alike(layout, group)
     sent_counts = shuffle_counts(counts)
     received_counts = [row[group.rank] for row in sent_counts]
-    # The examples for this rank are stored in the order of the sending ranks.
+    # Received examples are stored in the order of the sending ranks.
     received = _allocate(layout, sum(received_counts), sum(counts))
     starts = [sum(received_counts[:rank]) for rank in range(group.size)]
     positions = outgoing_positions(counts, group.rank, seed)
@@ -166,6 +174,7 @@ def shuffle_examples(
                     examples, indices[positions[to][first : first + layout.examples_per_piece]]
                 )
                 stop = start + min(first + layout.examples_per_piece, received_counts[origin])
+                # Empty once rank `origin` has no further piece, while rank `to` still gets pieces.
                 incoming = [leaf[start + first : max(stop, start + first)] for leaf in received]
                 _exchange_piece(outgoing, to, incoming, origin, group)
     inputs, targets = tree_unflatten(received, layout.tree)
@@ -173,21 +182,24 @@ def shuffle_examples(
 
 
 def _allocate(layout: ExampleLayout, count: int, n: int) -> list[Tensor]:
-    """Return memory for `count` of n examples; on a disk if the n examples are large."""
+    """Return tensors for `count` of n examples, one tensor for each leaf of an example.
+
+    The tensors are in files on a disk if the n examples take more than half of the free memory.
+    """
     free = available_memory()
-    # All n, because the ranks may share a machine.
+    # All n examples count, because all ranks may be on this machine.
     if free is not None and 2 * n * layout.nbytes > free:
         try:
             disk = Disk()
             return [disk.zeros((count, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
         except DiskError:
-            # There is no disk, or it is full: memory may still suffice.
+            # There is no disk, or the disk is full: memory may still suffice.
             pass
     return [torch.empty((count, *leaf.shape), dtype=leaf.dtype) for leaf in layout.leaves]
 
 
 def _read_piece(examples: Examples, indices: Tensor) -> list[Tensor]:
-    """Return the tensors of these examples; an empty list for no examples."""
+    """Return the tensors of a piece, with the examples in dimension 0; an empty list for none."""
     if not len(indices):
         return []
     leaves, _ = tree_flatten(examples.batch(indices))
@@ -197,7 +209,10 @@ def _read_piece(examples: Examples, indices: Tensor) -> list[Tensor]:
 def _exchange_piece(
     outgoing: Sequence[Tensor], to: int, incoming: Sequence[Tensor], origin: int, group: Group
 ) -> None:
-    """Send a piece and receive a piece; a rank copies its own pieces without a message."""
+    """Send the piece `outgoing` to rank `to`, and receive the piece `incoming` from `origin`.
+
+    A rank copies its own pieces without a message.
+    """
     if to == group.rank:
         for target, source in zip(incoming, outgoing, strict=True):
             target.copy_(source)
@@ -235,7 +250,7 @@ def bytes_sent(counts: Sequence[int], rank: int, example: int) -> int:
 def messages_sent(counts: Sequence[int], rank: int, layout: ExampleLayout) -> int:
     """Return the number of messages that `rank` sends.
 
-    A piece has a message for each tensor of an example that has elements.
+    A piece is a message for each tensor of an example; an empty tensor is not sent.
     """
     row = shuffle_counts(counts)[rank]
     pieces = sum(

@@ -1,4 +1,8 @@
-"""Shared parts of commands that run something: names, run folder, display, final output."""
+"""Shared parts of the commands that train: `dure train`, `compare`, `sweep` and `serve`.
+
+The parts are: checks of names, the run folder, the progress display, the final output, and the
+resumption of a run.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
 
 
 EventHandler = Callable[[Mapping[str, Any]], None]
-"""Function that receives each event of a run."""
+"""Function that receives each progress event of a run."""
 
 
 def _nothing(event: Mapping[str, Any]) -> None:
@@ -38,10 +42,17 @@ def resume_run(
     option_groups: Mapping[str, Any] | None = None,
     make_handler: Callable[[Mapping[str, Any]], EventHandler] = lambda options: _nothing,
 ) -> int:
-    """Resume a run, and return the exit status.
+    """Resume the run of the flag --resume, and return the exit status.
 
-    command: the typed command. option_groups: further flags. make_handler: makes the receiver of
-    events from all flags.
+    The limits of the resumed run are the typed limits, or those of the earlier run if no limit is
+    typed.
+
+    Args:
+        flags: flags of the command.
+        command: command without flags, for help texts and messages.
+        option_groups: further dataclasses of flags, by name of the group.
+        make_handler: function that gets all parsed flags, by name of the group, and returns a
+            further receiver of progress events.
     """
     options = parse_flags(
         command,
@@ -91,16 +102,18 @@ def show_run(
     command: str = "dure train",
     on_event: EventHandler = _nothing,
 ) -> int:
-    """Execute a run with a display, print its results and folder, and return the exit status.
+    """Execute a run with a progress display, print its results, and return the exit status.
+
+    The exit status is 0, or 130 for an interrupted run. Errors are raised.
 
     Args:
-        run: function that trains, and takes `on_progress`.
+        run: function that trains; its parameter `on_progress` receives the progress events.
         stop: limits of the run, for the progress bar.
-        quiet: print no progress and no table.
-        as_json: print the summary as JSON on standard output.
+        quiet: whether progress, table and messages are left out.
+        as_json: whether the summary is printed as JSON on standard output.
         folder: the run folder.
-        command: command that resumes an interrupted run.
-        on_event: further receiver of each event.
+        command: command that resumes the run with --resume, for messages.
+        on_event: further receiver of each progress event.
     """
     from dure.cli.show import Display, error_console, table
 
@@ -113,7 +126,7 @@ def show_run(
 
             finished = run(on_progress=handle)
     except DureError as error:
-        # If the input has to change (2), resuming would fail in the same way.
+        # Exit code 2 means that the user has to change the input: resuming would fail again.
         if error.exit_code == 1 and (folder / "checkpoint").is_dir():
             print(
                 f"dure: kept until its last checkpoint; go on with {command} --resume {folder}",
@@ -136,9 +149,10 @@ def show_run(
 
 
 def _print_facts(folder: Path) -> None:
-    """Print lines about a run's pipeline, federation and privacy.
+    """Print the facts of a run on standard error, a line for each kind.
 
-    Stages and bubble of a pipeline, outcomes of a federation's assignments, and privacy promises.
+    The kinds are: stages and bubble of a pipeline, outcomes of a federation's assignments, and
+    promised privacy.
     """
     from dure.report import federated, pipeline, privacy
     from dure.report.read import read_run
@@ -150,7 +164,15 @@ def _print_facts(folder: Path) -> None:
 
 
 def check_names(reference: str, systems: list[str]) -> None:
-    """Check names of task and systems before torch is loaded. Raises ValueError."""
+    """Check the names of a task and of systems before torch is loaded.
+
+    Args:
+        reference: name of a built-in task, or MODULE:NAME, or FILE.py:NAME.
+        systems: names of built-in strategies, or references to strategies of the same form.
+
+    Raises:
+        ValueError: if a name is unknown, or a file is given without a name.
+    """
     if reference.endswith(".py"):
         raise ValueError(f"{reference} is a file: say which task in it, {reference}:NAME")
     if ":" not in reference and reference.replace("_", "-") not in catalog.TASKS:
@@ -178,14 +200,22 @@ def one_line(text: str) -> str:
 
 
 def file_name(task: Task) -> str:
+    """Return the task's name as part of a folder name: other characters become hyphens."""
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in task.name)
 
 
 @contextmanager
 def run_folder(requested: Path | None, name: str) -> Iterator[Path]:
-    """Context manager: return the requested folder, or a new folder in runs/.
+    """Context manager that yields the run folder: `requested`, or else a new folder in runs/.
 
-    The new folder is made at once, so that no other process takes it.
+    The new folder is created at once, so that no other process takes it. An exception in the block
+    removes a new folder in runs/ that is still empty. An interrupt also removes a requested folder
+    that did not exist before the block, and a config.json that is alone in the folder: no training
+    has happened, and there is nothing to resume.
+
+    Args:
+        requested: folder that the user has named; None for a new folder.
+        name: first part of the name of a new folder.
     """
     with interrupts_raise():
         is_new = requested is None or not requested.exists()
@@ -193,7 +223,6 @@ def run_folder(requested: Path | None, name: str) -> Iterator[Path]:
         try:
             yield folder
         except KeyboardInterrupt:
-            # No training has happened, so there is nothing to resume.
             with suppress(OSError):
                 if [each.name for each in folder.iterdir()] == ["config.json"]:
                     (folder / "config.json").unlink()
@@ -205,28 +234,29 @@ def run_folder(requested: Path | None, name: str) -> Iterator[Path]:
 
 
 def _remove_if_empty(folder: Path, is_new: bool) -> None:
-    """Remove a folder that this command made, unless a run has written files into it."""
+    """Remove a new folder if it is empty. is_new: whether the folder is new in this command."""
     if is_new:
-        with suppress(OSError):  # something is in it
+        with suppress(OSError):  # The folder is not empty.
             folder.rmdir()
-            if folder.parent == _RUNS:  # which may have been made with it
+            if folder.parent == _RUNS:  # runs/ may be new as well
                 folder.parent.rmdir()
 
 
 _RUNS = Path("runs")
-"""Folder of run folders without a requested name."""
+"""Parent folder of run folders that the user has not named."""
 
 
 def _new_folder(name: str) -> Path:
+    """Create a folder in runs/ whose name has the time; under torchrun only rank 0 creates it."""
     wanted = _RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # Under torchrun the other ranks only need a path that is not None; they write nothing.
-    if not is_leader_process():  # rank 0 makes it
+    # Other ranks than rank 0 write no files: any path serves.
+    if not is_leader_process():
         return wanted
     folder = wanted
     count = 1
     while True:
         try:
-            # mkdir fails if another process made it first: runs of the same second do not share it.
+            # mkdir fails if another process was first: runs of the same second share no folder.
             folder.mkdir(parents=True)
         except FileExistsError:
             count += 1

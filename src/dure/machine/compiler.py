@@ -1,9 +1,10 @@
 """Keep torch's compiler unloaded in processes that compile nothing.
 
 The first optimizer of a process, and its first step, import torch._dynamo only to exclude functions
-from compilation: seconds in every rank, and longer than importing torch. `deferred_compiler`
-installs a stand-in that accepts such notices, and is replaced by the real module as soon as code
-asks for any other attribute: code that compiles gets the compiler.
+from compilation (`torch._dynamo.disable`). The import takes seconds in every rank, longer than the
+import of torch. `deferred_compiler` installs a stand-in for the module. The stand-in accepts calls
+of `disable` and does nothing. Access to any other attribute replaces the stand-in by the real
+module, so that code that compiles gets the compiler.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _NAME = "torch._dynamo"
 _SETTINGS = "torch._dynamo.config"
 _DISABLED = "__dynamo_disable"
-"""Attribute of a function excluded from compilation; its value is the function to call."""
+"""Attribute by which torch caches the result of `disable` for a function."""
 
 _lock = threading.RLock()
 _users = 0
@@ -48,8 +49,8 @@ class _StandIn(ModuleType):
     def disable(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Callable[..., Any]:
-        """Return the function unchanged."""
-        # torch caches this answer as an attribute of the function; `leave` removes the attribute.
+        """Return the function unchanged; further arguments are ignored."""
+        # torch caches the result as an attribute of the function, which `leave` removes.
         self._excluded.append(function)
         return function
 
@@ -61,22 +62,23 @@ class _StandIn(ModuleType):
         return getattr(self._loaded(), name)
 
     def _loaded(self) -> ModuleType:
+        """Import the real module in place of the stand-in."""
         with _lock:
-            # First: the import would find this stand-in again.
+            # Removed first: the import would find this stand-in again.
             self.leave()
             return importlib.import_module(_NAME)
 
     def leave(self) -> None:
-        """Remove the stand-in from `sys.modules` and undo its notices."""
+        """Remove the stand-in from `sys.modules`, and its results of `disable` from functions."""
         with _lock:
             if sys.modules.get(_NAME) is self:
                 del sys.modules[_NAME]
-            # The real compiler has settings of its own.
+            # The real compiler loads its own settings.
             if "config" in vars(self):
                 del sys.modules[_SETTINGS]
                 del self.config
             for function in self._excluded:
-                # Only the attributes that come from the stand-in; torch asks the compiler again.
+                # Only attributes that come from the stand-in: torch then calls the real `disable`.
                 if getattr(function, _DISABLED, None) is function:
                     delattr(function, _DISABLED)
             self._excluded.clear()
@@ -93,7 +95,7 @@ def load_compiler_settings() -> None:
             return
         file = Path(torch.__file__).parent / "_dynamo" / "config.py"
         spec = importlib.util.spec_from_file_location(_SETTINGS, file)
-        # A torch version with the settings elsewhere: they load together with the compiler.
+        # Another torch version may have the settings elsewhere: the compiler then loads them.
         if not file.exists() or spec is None or spec.loader is None:
             return
         module.config = sys.modules[_SETTINGS] = importlib.util.module_from_spec(spec)
@@ -101,11 +103,12 @@ def load_compiler_settings() -> None:
 
 
 def excluded_from_compilation(function: Function) -> Function:
-    """Return the function excluded from compilation.
+    """Return the function, excluded from compilation if the compiler is loaded.
 
-    Used for hooks of compiled modules, whose calls the compiler would trace with their hooks.
+    Callers pass the hooks of modules: the compiler traces a compiled module together with the hooks
+    of the module, unless they are excluded. Modules are compiled before hooks are registered.
     """
-    # If the compiler is not loaded, no module is compiled.
+    # No module is compiled yet if the compiler is not loaded: nothing to exclude.
     if isinstance(sys.modules.get(_NAME, _StandIn()), _StandIn):
         return function
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
@@ -113,7 +116,7 @@ def excluded_from_compilation(function: Function) -> Function:
 
 @contextmanager
 def deferred_compiler() -> Iterator[None]:
-    """Context manager: torch runs without its compiler until code compiles.
+    """Context manager in which torch._dynamo is loaded only when code compiles.
 
     Nothing changes if the compiler is already loaded.
     """

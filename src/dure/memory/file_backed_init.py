@@ -56,7 +56,7 @@ A pipeline's proof needs up to six times its size at once, and activations in ad
 def in_files(make: Callable[[], Made], memory_budget: int = 0) -> Made:
     """Return the result of `make`, with large tensors in files; in memory if there is no disk.
 
-    memory_budget: bytes that are created in memory before the first file.
+    memory_budget: as in `mapped`.
     """
     try:
         with _on(Disk(), memory_budget):
@@ -118,7 +118,7 @@ def in_files_if(wanted: bool) -> Iterator[None]:
 def _on(disk: Disk, memory_budget: int = 0) -> Iterator[None]:
     """Context manager in which tensors are created on a disk, and freed heap memory is returned.
 
-    memory_budget: bytes that are created in memory before the first file.
+    memory_budget: as in `mapped`.
     """
     with return_freed_memory(), mapped(disk, memory_budget=memory_budget):
         yield

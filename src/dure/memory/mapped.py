@@ -10,14 +10,16 @@
                                            a tensor in a given file, such as a checkpoint: writes
                                            stay in memory
 
-All computations have the same bits: only the location of a tensor differs. The system writes pages
-in the background, and reads pages on access. Pages count as memory of the process while they are
-resident, and leave when other memory is needed.
+All computations have the same bits: only the location of a tensor differs. The system writes
+changed pages to the file in the background, and reads pages on access. Pages count as memory of the
+process while they are resident. To *release* pages means to let them leave memory (madvise), while
+the mapping and the values stay.
 
-Files are anonymous, so that a killed process leaves nothing behind. A folder in memory (tmpfs)
-would save nothing: it is refused.
+Files are anonymous, so that a killed process leaves no files behind. A folder in memory (tmpfs)
+would save no memory and is refused.
 
-Cost: a written page travels to the disk, if it lives long enough, and back if it has left memory.
+Cost: a changed page is written to the disk, unless its tensor is deleted before, and is read again
+if it has left memory before the next access.
 """
 
 from __future__ import annotations
@@ -44,10 +46,10 @@ from dure.machine.compiler import deferred_compiler
 from dure.record.disk_tensors import write_at
 
 LEAST = 1 << 20
-"""Bytes from which on a tensor gets a file."""
+"""Minimum bytes of a tensor in a file; smaller tensors stay in memory."""
 
 WINDOW = 64 << 20
-"""Bytes that may be created or used before earlier tensors leave memory."""
+"""Bytes of mapped tensors that may be resident before all of them are released."""
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 """Types of file systems whose files are in memory."""
@@ -65,7 +67,7 @@ _UNDEFINED_VALUES = frozenset(
 """Operations that create a tensor with undefined values."""
 
 _ZERO_VALUES = frozenset({"aten::zeros", "aten::zeros_like", "aten::new_zeros"})
-"""Operations that create zeros, which a new file has already."""
+"""Operations that create zeros: nothing is copied, since a new file contains zeros."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -81,14 +83,18 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 # Reentrant: the finalizer `_unmap` may run in a thread that has the lock, at any allocation.
 _lock = threading.RLock()
 _segments: dict[int, int] = {}
-"""Bytes of each existing mapping, by its address."""
+"""Mappings of files of `Disk`: bytes of each mapping, by its address."""
 
 _views: dict[int, tuple[int, int]] = {}
-"""Views of given files: by address of a tensor, (address of its mapping, bytes of the mapping)."""
+"""Mappings of given files (`mapped_view`): (address, bytes), by the address of the tensor."""
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _PAGE_OUT = 21
-"""MADV_PAGEOUT of Linux: written pages are preserved, unlike with MADV_DONTNEED."""
+"""MADV_PAGEOUT of Linux.
+
+In a private mapping (`mapped_view`) MADV_DONTNEED would discard written pages, and MADV_PAGEOUT
+moves them to the swap space. In a shared mapping (`Disk`) both keep written pages in the file.
+"""
 
 
 class DiskError(OSError):
@@ -98,8 +104,9 @@ class DiskError(OSError):
 class Disk:
     """Folder for memory-mapped tensors.
 
-    folder: on a disk; by default the first usual folder that is. Raises DiskError if there is none,
-    or if the folder is in memory.
+    folder: a folder on a disk; by default the first of the folder for temporary files, /var/tmp and
+    the current folder that is on a disk. Raises DiskError if there is none, or if the folder is in
+    memory.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -118,9 +125,9 @@ class Disk:
         return self._bytes_in_file(size.numel() * dtype.itemsize).view(dtype).view(size)
 
     def place(self, tensor: Tensor, values: bool = True) -> Tensor:
-        """Return a tensor of this shape and strides in a new file.
+        """Return a tensor with the shape, strides and dtype of `tensor`, in a new file.
 
-        Values: whether to copy the values.
+        values: whether to copy the values; if not, the new tensor has zeros.
         """
         storage = tensor.untyped_storage()
         # The bytes are the values, unless a conjugation or negation is lazy.
@@ -133,7 +140,10 @@ class Disk:
         return own
 
     def _bytes_in_file(self, nbytes: int, content: torch.UntypedStorage | None = None) -> Tensor:
-        """Return at least one and `nbytes` bytes in a new file: a copy of `content`, or zeros."""
+        """Return a uint8 tensor of `nbytes` bytes (of 1 byte for 0) in a new file.
+
+        The bytes are copies of `content`; without content they are zeros.
+        """
         length = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         address = self._map(length, content)
         array = (ctypes.c_uint8 * length).from_address(address)
@@ -144,10 +154,12 @@ class Disk:
         return torch.frombuffer(array, dtype=torch.uint8, count=max(1, nbytes))
 
     def _map(self, length: int, content: torch.UntypedStorage | None) -> int:
+        """Create an anonymous file of `length` bytes, and return the address of its mapping."""
         try:
             file = open_anonymous_file(self.folder)
             try:
-                # Allocated now: a full disk is an error here, and would kill the process later.
+                # The blocks are allocated now: a full disk is an error here, and would be a SIGBUS
+                # at a later write.
                 os.posix_fallocate(file, 0, length)
                 if content is not None:
                     _write(file, content)
@@ -169,11 +181,12 @@ class Disk:
 def mapped_view(file: int, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
     """Return a tensor whose values are in an open file, from byte `offset` on.
 
-    Values are read on access. Writes stay in this process's memory; the file does not change.
+    Values are read on access. The mapping is private (copy-on-write): writes stay in this process's
+    memory, and the file does not change.
 
     Args:
         file: Descriptor of the file.
-        offset: A multiple of the dtype's size.
+        offset: Offset in bytes, a multiple of the dtype's size.
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
 
@@ -185,7 +198,7 @@ def mapped_view(file: int, offset: int, shape: Iterable[int], dtype: torch.dtype
         return torch.empty(size, dtype=dtype)
     before = offset % mmap.PAGESIZE
     length = before + size.numel() * dtype.itemsize
-    # Without reserving memory for all pages that could be written.
+    # NORESERVE: no memory is reserved for pages that could be written.
     flags = mmap.MAP_PRIVATE | _NORESERVE
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     address = _libc.mmap(None, length, protection, flags, file, offset - before)
@@ -232,7 +245,7 @@ def _unmap(address: int, length: int) -> None:
 
 
 def _default_folder() -> Path:
-    """Return the first usual folder that is on a disk. Raises DiskError if there is none."""
+    """Return the first default folder that is on a disk. Raises DiskError if there is none."""
     tried = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]
     for folder in tried:
         if os.access(folder, os.W_OK) and kind_of(folder) not in _IN_MEMORY:
@@ -266,11 +279,15 @@ def kind_of(folder: Path) -> str:
 
 
 class _MappingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that releases used mapped tensors and moves new tensors to the disk.
+    """Dispatch mode that releases used mapped tensors, and moves new large tensors to files.
 
-    Tensors are released a window at a time. disk: None moves nothing. least: bytes of the smallest
-    tensor that is moved. memory_budget: bytes that are
-    created in memory before the first file.
+    All resident tensors are released at once, when they have `WINDOW` bytes.
+
+    Args:
+        disk: folder for new tensors; None leaves new tensors in memory.
+        least: minimum bytes of a tensor that is moved.
+        memory_budget: bytes of new large tensors that may stay in memory. A tensor larger than the
+            remaining budget is moved, and later, smaller tensors may still stay.
     """
 
     def __init__(self, disk: Disk | None, least: int, memory_budget: int = 0) -> None:
@@ -278,7 +295,7 @@ class _MappingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.disk = disk
         self.least = least
         self.memory_budget = memory_budget
-        # Addresses of resident mappings, with their bytes.
+        # Bytes of each mapping that was used since the last release, by its address.
         self._resident: dict[int, int] = {}
         self._nbytes = 0
 
@@ -317,23 +334,24 @@ class _MappingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map_only(Tensor, move, result)
 
     def _mark_resident(self, address: int) -> None:
-        """Record that the mapping at `address` is resident now."""
+        """Record that an operation has used the mapping at `address`, so that it is resident."""
         if address not in self._resident:
             nbytes = _segments.get(address, 0)
             self._resident[address] = nbytes
             self._nbytes += nbytes
 
     def release_resident(self) -> None:
-        """Release all resident mappings."""
+        """Release the pages of all resident mappings."""
         with _lock:
             for address in self._resident:
-                # The mapping may have been released, and another mapping may be at the address.
+                # The tensor may have been deleted and its mapping removed.
                 if address in _segments:
                     _libc.madvise(address, _segments[address], mmap.MADV_DONTNEED)
         self._resident.clear()
         self._nbytes = 0
 
     def _is_large(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is moved if it is new: a large CPU tensor in ordinary memory."""
         return (
             type(tensor) is Tensor
             and tensor.device.type == "cpu"
@@ -349,9 +367,13 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _storage_address(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0 if it has none or cannot be known."""
+    """Return the address of a tensor's storage, which its views share.
+
+    0 for a tensor without memory, or of an unknown type.
+    """
     kind = type(tensor)
-    # Other tensors, such as those of a trace, may have no memory; asking can end the process.
+    # Tensors of other types, such as fake tensors, may have no memory, and data_ptr() of such a
+    # tensor can crash the process.
     if kind is not Tensor and (nn.Parameter not in kind.__mro__ or is_lazy(tensor)):
         return 0
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -364,8 +386,9 @@ def mapped(disk: Disk, least: int = LEAST, memory_budget: int = 0) -> Iterator[D
     """Context manager in which tensors of `least` bytes or more are created in files.
 
     It applies to tensors that this thread creates on the CPU. Views, tensors that are changed in
-    place, and tensors of other threads stay in place, and so do the first `memory_budget`
-    bytes. Used tensors leave memory, as in `releasing_used_pages`.
+    place, and tensors of other threads are not moved. Used mapped tensors leave memory, as in
+    `releasing_used_pages`. memory_budget: bytes of large tensors that are created in memory before
+    tensors go to files.
     """
     with _entered_mode(_MappingMode(disk, least, memory_budget)):
         yield disk
@@ -373,7 +396,10 @@ def mapped(disk: Disk, least: int = LEAST, memory_budget: int = 0) -> Iterator[D
 
 @contextmanager
 def releasing_used_pages() -> Iterator[None]:
-    """Context manager in which mapped tensors that this thread uses leave memory in windows."""
+    """Context manager in which mapped tensors leave memory after their use by this thread.
+
+    They leave together, whenever tensors of `WINDOW` bytes have been used.
+    """
     with _entered_mode(_MappingMode(None, 0)):
         yield
 
@@ -389,15 +415,15 @@ def _entered_mode(mapping: _MappingMode) -> Iterator[None]:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Return whether a tensor is in a file."""
+    """Return whether a tensor is in a file: of `Disk`, or given to `mapped_view`."""
     return _storage_address(tensor) in _segments or _storage_address(tensor) in _views
 
 
 @torch.no_grad()
 def move_views_to_files(tensors: Iterable[Tensor]) -> None:
-    """Move tensors that are views of given files to new files, to which writes go.
+    """Move tensors of `mapped_view` to new files of `Disk`, so that writes go to a file.
 
-    The tensor objects stay the same. Raises DiskError if there is no disk for them.
+    The tensor objects stay the same. Raises DiskError if there is no disk.
     """
     for tensor in tensors:
         if _storage_address(tensor) in _views:
@@ -406,12 +432,16 @@ def move_views_to_files(tensors: Iterable[Tensor]) -> None:
 
 
 def release_pages(tensors: Iterable[Tensor]) -> None:
-    """Let the pages of mapped tensors leave this process; the system writes them to their files."""
+    """Let the pages of mapped tensors leave memory; the values stay.
+
+    The system writes changed pages of a file of `Disk` to the file, and changed pages of a
+    `mapped_view` to the swap space.
+    """
     _advise(tensors, mmap.MADV_DONTNEED)
 
 
 def read_pages_ahead(tensors: Iterable[Tensor]) -> None:
-    """Ask the system to read the pages of mapped tensors."""
+    """Ask the system to read the pages of mapped tensors in the background."""
     _advise(tensors, mmap.MADV_WILLNEED)
 
 
@@ -419,7 +449,7 @@ def release_all_pages() -> None:
     """Release the pages of all mapped tensors."""
     with _lock:
         for address, length in list(_segments.items()):
-            # An array may have been collected since the list was made.
+            # A tensor may have been deleted since the list was made.
             if address in _segments:
                 _libc.madvise(address, length, mmap.MADV_DONTNEED)
         for address, length in list(_views.values()):
@@ -434,20 +464,24 @@ def _advise(tensors: Iterable[Tensor], advice: int) -> None:
         if length is not None:
             _libc.madvise(address, length, advice)
         elif address in _views:
-            # Written pages of a view exist only in memory: they must not be discarded.
+            # Written pages of a `mapped_view` exist only in memory and must not be discarded.
             own = _PAGE_OUT if advice == mmap.MADV_DONTNEED else advice
             _libc.madvise(*_views[address], own)
 
 
 def is_on_disk(tensor: Tensor) -> bool:
-    """Return whether a tensor is in a file of `Disk`, which stores writes."""
+    """Return whether a tensor is in a file of `Disk`, to which writes go.
+
+    False for a tensor of `mapped_view`, whose writes stay in memory.
+    """
     return _storage_address(tensor) in _segments
 
 
 def bytes_with_owner(tensor: Tensor, owner: Any) -> Tensor:
-    """Return the bytes of a mapped tensor, as a tensor whose storage keeps an object alive.
+    """Return the bytes of a mapped tensor, as a uint8 tensor whose storage keeps `owner` alive.
 
-    The release of `owner` shows that no tensor derived from the result uses the memory any more.
+    `owner` is deleted once no view of the result exists: a finalizer of `owner` tells the caller
+    that the memory is no longer in use.
     """
     array: Any = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     array.owner = owner
@@ -457,7 +491,7 @@ def bytes_with_owner(tensor: Tensor, owner: Any) -> Tensor:
 def pages_of(tensor: Tensor) -> tuple[int, int] | None:
     """Return (address, bytes) of the whole pages that contain the elements of a tensor of `Disk`.
 
-    None for a tensor in other memory, also in a given file, or without elements.
+    None for a tensor that is not in a file of `Disk`, or has no elements.
     """
     if not is_on_disk(tensor) or not tensor.numel():
         return None
@@ -470,5 +504,5 @@ def pages_of(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def advise(address: int, length: int, advice: int) -> None:
-    """Advise the system about pages; the system ignores unknown advice."""
+    """Call madvise for pages. The system ignores unknown advice."""
     _libc.madvise(address, length, advice)

@@ -27,7 +27,7 @@ from dure.tensors.flat import by_dtype, trainable_parameters
 
 
 class StageKeys(NamedTuple):
-    """Neighbouring keys of a stage, with the names of their parameters in order."""
+    """Range of neighbouring keys of a stage, with the names of their parameters in order."""
 
     keys: KeyRange
     stage: int
@@ -65,7 +65,7 @@ class ReplicaPipeline:
         stage_keys_of(model, cut.holders)
 
     def stage_keys(self, task: Task, model: nn.Module) -> tuple[StageKeys, ...]:
-        """Return the keys of the stages, in order.
+        """Return the key ranges of all stages, in ascending order of keys.
 
         Raises ValueError for a parameter that several stages use.
         """
@@ -81,7 +81,10 @@ class ReplicaPipeline:
 
 
 def stage_keys_of(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> tuple[StageKeys, ...]:
-    """Return the runs of a model's keys. `holders` are the stages that use each parameter."""
+    """Return a model's key ranges with their stages, in ascending order of keys.
+
+    `holders` are the stages that use each parameter.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: list[StageKeys] = []
     for vector, parameters in enumerate(by_dtype(trainable_parameters(model)).values()):
@@ -117,7 +120,7 @@ def cut_at_stages(stage_keys: Sequence[StageKeys], ranges: Sequence[KeyRange]) -
 
 
 def stage_of(stage_keys: Sequence[StageKeys], keys: KeyRange) -> int:
-    """Return the stage of keys that are within a single run."""
+    """Return the stage of keys that belong to a single stage."""
     return next(
         part.stage
         for part in stage_keys

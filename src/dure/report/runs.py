@@ -111,7 +111,8 @@ class RankFacts:
     """Facts of a rank of a mesh.
 
     at: data, pipeline and tensor index. held: bytes of parameters, gradients, optimizer and
-    buffers. layer_collective_seconds: seconds of collectives in its layers, per step.
+    buffers. layer_collective_seconds: seconds per step in the collectives of divided
+    layers, as in tensor parallelism; None if no layer is divided.
     """
 
     name: str

@@ -35,7 +35,7 @@ GradientHandler = Callable[[Callable[[], None]], None]
 """Handler of a weight gradient: `DeferredGradients.append` or `compute_now`."""
 
 LONG = 1 << 15
-"""Smallest number of elements of a weight for which adding inside the product pays."""
+"""Smallest number of elements of a weight for which adding inside the product saves time."""
 
 aten = torch.ops.aten
 
@@ -46,9 +46,9 @@ def compute_now(compute: Callable[[], None]) -> None:
 
 
 def is_split_worthwhile(operation: Any, weight: Tensor, gradient_handler: GradientHandler) -> bool:
-    """Return whether splitting the operation's backward with `split_operation` is of use.
+    """Return whether a split backward (`split_operation`) saves time.
 
-    If nothing is deferred, splitting is of use only for products with large weights.
+    If the handler computes gradients at once, only products with large weights save time.
     """
     return gradient_handler is not compute_now or (
         weight.numel() >= LONG and operation in (aten.linear.default, aten.addmm.default)

@@ -163,7 +163,7 @@ class StageModel:
 
 
 class StageVector:
-    """Run of keys whose parameters this process trains, moved into a single vector."""
+    """Parameters of a key range of this process's stage, moved into a single vector."""
 
     def __init__(self, stage_keys: StageKeys, parameters: Sequence[nn.Parameter]) -> None:
         self.stage_keys = stage_keys

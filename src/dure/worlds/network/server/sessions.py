@@ -1,4 +1,12 @@
-"""Client sessions: enrolment, check-in, requests for work, detection of disconnected clients."""
+"""HTTP routes of client sessions, and the detection of disconnected clients.
+
+    enrol       a client exchanges an invitation for a client number
+    check_in    a client introduces itself, and learns the run's task and settings
+    next        a client waits for work (long polling)
+    watch       a client at work waits for the news that its update is no longer needed
+
+The journal logs every change of a session, so that a restarted server has the same sessions.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +48,10 @@ from dure.worlds.network.server.outbox import ClientOutbox, ClientSession
 from dure.worlds.network.server.server_metrics import ServerMetrics
 
 FIRST_VERSION_WITH_HELD_UPDATES = 2
-"""First protocol version whose clients support updates that stay at their clients."""
+"""First protocol version whose clients support held updates, as in secure aggregation.
+
+A held update stays at its client: the server receives only the client's masked part of a sum.
+"""
 
 
 @dataclass
@@ -50,17 +61,18 @@ class ServedRun:
     Args:
         run: Id of the run.
         clients: Number of clients.
-        strategy: Strategy, in the form of run folders.
+        strategy: Strategy as JSON values, as in config.json.
         seed: Seed of the run.
         trains: Model and task of the run.
         machine: Properties of the server's machine.
         heartbeat: Seconds without a byte after which a connection counts as lost.
-        patience: Maximum seconds that a `next` waits.
-        compare: Function that returns the differences of two tasks that exclude a client.
-        samples: Function of a client's number of examples; returns the most examples that the
-            client processes in a round.
-        holds: Whether updates stay at their clients.
-        roster: Owner's roster in JSON, as in `Welcome`.
+        patience: Maximum seconds after which a request `next` is answered without work.
+        compare: Function of a client's task and the run's task; returns descriptions of their
+            differences. A client with a difference is rejected.
+        samples: Function of a client's number of examples; returns the maximum number of samples
+            that the client may report as processed in a round (`Uploads`).
+        holds: Whether updates are held: an update stays at its client, as in secure aggregation.
+        roster: List of the federation's clients, signed by its owner, in JSON; empty without.
         cohort_objection: Function of a number of clients; returns the reason why the run cannot
             combine the updates of at least so many clients in each new model, or None.
     """
@@ -80,7 +92,7 @@ class ServedRun:
     cohort_objection: Callable[[int], str | None] = lambda asked: None
 
     def check(self, message: CheckIn, admitted: Admitted, access: AccessControl) -> None:
-        """Check the version and the task of a client. Raises RequestError or Refused."""
+        """Check the protocol version and the task of a client. Raises RequestError or Refused."""
         if message.version not in (requests.VERSION, requests.VERSION - 1):
             raise RequestError(
                 f"the client speaks version {message.version}, and the server {requests.VERSION}: "
@@ -104,10 +116,11 @@ class ServedRun:
         access: AccessControl,
         reason_to_wait: str | None = None,
     ) -> None:
-        """Check that the run can guarantee the client's smallest cohort. Raises Refused.
+        """Check that the run can meet the client's requirement of a smallest cohort.
 
-        `reason_to_wait` is the reason why a started run would have to wait for more clients; None
-        otherwise.
+        The requirement is the minimum number of clients of each new model. Raises Refused.
+        `reason_to_wait` describes why a started run would have to wait for more clients; None if it
+        would not.
         """
         why = self.cohort_objection(message.smallest_cohort) or reason_to_wait
         if why is not None:
@@ -136,15 +149,20 @@ class ServedRun:
         )
 
     def smallest_cohort_with(self, message: CheckIn, cohort: int) -> int:
-        """Return the run's smallest cohort after this check-in; `cohort` is the value before."""
+        """Return the run's smallest cohort once this client has checked in.
+
+        The smallest cohort is the minimum number of clients of a new model, and the maximum of the
+        clients' requirements. `cohort` is the value before. A requirement that the run cannot meet
+        does not count.
+        """
         asked = message.smallest_cohort
         return max(cohort, asked) if self.cohort_objection(asked) is None else cohort
 
 
 def check_in_record_of(session: ClientSession, smallest_cohort: int | None = None) -> CheckInRecord:
-    """Return the stored introduction of a client that was available before.
+    """Return the journal's record of a check-in, made from the fields of a session.
 
-    `smallest_cohort` replaces the client's own value if it is not None.
+    `smallest_cohort` replaces the client's requirement if it is not None.
     """
     asks = session.smallest_cohort if smallest_cohort is None else smallest_cohort
     return CheckInRecord(session.name, session.examples, session.held_out, session.machine, asks)
@@ -152,7 +170,10 @@ def check_in_record_of(session: ClientSession, smallest_cohort: int | None = Non
 
 @dataclass
 class SessionRoutes:
-    """Routes of client sessions, and the check for disconnected clients."""
+    """Routes of client sessions, and the detection of disconnected clients.
+
+    Each request with a signature has an `Admitted`, the result of its authentication.
+    """
 
     served: ServedRun
     outbox: ClientOutbox
@@ -161,17 +182,22 @@ class SessionRoutes:
     server_metrics: ServerMetrics = field(default_factory=ServerMetrics)
 
     async def enrol(self, request: Request) -> Response:
+        """Register a client's public key in exchange for the token of an invitation."""
         body = await body_of(request, None, requests.Enrol)
         return answer(await asyncio.to_thread(self.access.enrol, body, address_of(request)))
 
     async def check_in(self, request: Request, admitted: Admitted) -> Response:
+        """Check a client, give it a number, mark it as available, and answer with the run's facts.
+
+        A client that only observes (`CheckIn.looks`) gets the answer alone.
+        """
         message = await body_of(request, admitted, CheckIn)
         self.served.check(message, admitted, self.access)
         if not message.looks:
             self.served.check_cohort(
                 message, admitted, self.access, self._reason_to_wait(message, admitted)
             )
-        # After the checks of the task: a refused client takes no client number.
+        # After the checks: a rejected client takes no client number.
         if not message.looks and (
             admitted.client == NEW or message.name or message.wants is not None
         ):
@@ -184,7 +210,8 @@ class SessionRoutes:
             session.name = admitted.name or f"client {admitted.client}"
             examples, held_out = message.examples, message.held_out
             if self.served.holds:
-                # Applies also to a client that reports its numbers: the server must not store them.
+                # The server must not store the numbers of examples of a client, even if the client
+                # sends them: its update is held, and so are facts about its data.
                 examples, held_out = 1, 0
             with OpenRequest(self.outbox, session):
                 record = CheckInRecord(
@@ -197,7 +224,10 @@ class SessionRoutes:
         return answer(replace(welcome, smallest_cohort=cohort))
 
     def _reason_to_wait(self, message: CheckIn, admitted: Admitted) -> str | None:
-        """Return the reason why a started run would have to wait for this client's cohort."""
+        """Return the reason why a started run would have to wait for the client's requirement.
+
+        None if the run has not started, or has enough available clients.
+        """
         outbox = self.outbox
         if not outbox.begun or message.smallest_cohort <= outbox.smallest_cohort:
             return None
@@ -212,7 +242,7 @@ class SessionRoutes:
         )
 
     async def _mark_available(self, session: ClientSession, record: CheckInRecord) -> None:
-        """Record and log that a client is available."""
+        """Store the record of a check-in in the session, and log that the client is available."""
         session.available = True
         session.examples = record.examples
         session.held_out = record.held_out
@@ -222,6 +252,7 @@ class SessionRoutes:
         self.server_metrics.arrived(session)
 
     async def next(self, request: Request, admitted: Admitted) -> Response:
+        """Wait for work for a client, for at most `ServedRun.patience` seconds."""
         ready = await body_of(request, admitted, NextRequest)
         session = session_of_client(self.outbox, admitted)
         self.outbox.confirm(session.number, ready.confirmed)
@@ -237,7 +268,11 @@ class SessionRoutes:
         return answer(reply)
 
     async def _mark_returned(self, session: ClientSession) -> None:
-        """Record and log the return of a client that was marked as disconnected."""
+        """Record and log the return of a disconnected client.
+
+        A client is missing if it has disconnected with an assignment, and unavailable after any
+        disconnection.
+        """
         if session.missing and session.train is not None:
             session.missing = False
             await logged(self.journal, "back", session.number, session.train.ticket)
@@ -246,6 +281,10 @@ class SessionRoutes:
             await self._mark_available(session, check_in_record_of(session))
 
     async def watch(self, request: Request, admitted: Admitted) -> Response:
+        """Wait while a client's update is still needed, for at most `ServedRun.heartbeat` seconds.
+
+        The open request also shows that the client is connected while it trains.
+        """
         message = await body_of(request, admitted, WatchRequest)
         session = session_of_client(self.outbox, admitted)
         with OpenRequest(self.outbox, session):
@@ -256,7 +295,10 @@ class SessionRoutes:
         return answer(watched)
 
     async def detect_disconnected(self) -> None:
-        """Detect disconnected clients, and drop the cohort requirements of revoked clients."""
+        """Mark disconnected clients, and drop the cohort requirements of revoked clients.
+
+        The server calls this method several times per second.
+        """
         for session in self.outbox.everybody():
             if session.smallest_cohort > 1 and not self.access.may(session.number):
                 await logged(
@@ -275,6 +317,6 @@ class SessionRoutes:
                 else:
                     await logged(self.journal, "leave", session.number)
                 self.server_metrics.left(session)
-            # The disk is full: the next check repeats the attempt.
+            # The disk is full: the next call tries again.
             except RunFolderWriteError:
                 session.available = True
