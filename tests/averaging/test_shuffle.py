@@ -18,12 +18,12 @@ from dure.averaging import shuffle
 from dure.averaging.shuffle import (
     ExampleLayout,
     bytes_sent,
-    division_after,
     examples_sent,
     messages_sent,
     outgoing_positions,
     shuffle_counts,
     shuffle_examples,
+    shuffled_indices,
 )
 from dure.collectives.algorithms import ring
 from dure.contracts.strategy import RankContext
@@ -52,7 +52,7 @@ def test_every_example_goes_to_one_rank_and_every_rank_gets_its_share_of_each(
 
 def test_who_gets_an_example_is_drawn_by_the_seed() -> None:
     parts = [torch.arange(20), torch.arange(20, 40)]
-    first, again, other = (division_after(parts, seed)[0].tolist() for seed in (0, 0, 1))
+    first, again, other = (shuffled_indices(parts, seed)[0].tolist() for seed in (0, 0, 1))
     assert first == again != other
 
 
@@ -81,7 +81,7 @@ def exchange(context: RankContext) -> list[Any]:
     told = [
         counters.bytes_sent == bytes_sent(counts, rank, ExampleLayout.of(got).nbytes),
         counters.messages_sent == messages_sent(counts, rank, ExampleLayout.of(got)),
-        _same(received, several().batch(division_after(PARTS, 5)[rank])),
+        _same(received, several().batch(shuffled_indices(PARTS, 5)[rank])),
     ]
     shuffle.available_memory = lambda: 0  # what arrives lies on a disk
     again = shuffle_examples(several(), PARTS[rank], counts, 5, context.group)
@@ -114,7 +114,7 @@ def rearranged() -> dure.Task:
     born = list(BORN.divide(3, train, 3))
     order = torch.cat(born)
     owners = torch.empty(EXAMPLES, dtype=torch.int64)
-    for rank, part in enumerate(division_after(born, 3)):
+    for rank, part in enumerate(shuffled_indices(born, 3)):
         owners[part] = rank
     return small_task(train=dure.Examples(*train.batch(order), keys=owners[order].tolist()))
 

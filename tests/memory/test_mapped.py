@@ -83,7 +83,7 @@ def test_a_tensor_has_no_more_memory_than_elements(shape: list[int], odd: bool) 
     assert torch.equal(found, right)
     assert found.stride() == right.stride()
     assert found.untyped_storage().nbytes() == max(1, right.nbytes)
-    assert torch.equal(Disk().empty(shape, torch.int16), torch.zeros(shape, dtype=torch.int16))
+    assert torch.equal(Disk().zeros(shape, torch.int16), torch.zeros(shape, dtype=torch.int16))
 
 
 def test_pages_leave_and_values_stay() -> None:
@@ -133,4 +133,4 @@ def test_a_disk_that_is_full_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mapping.os, "posix_fallocate", full)
     with pytest.raises(DiskError, match=r"0\.00105 GB do not fit into .*: No space left"):
-        Disk().empty((ROWS, ROWS), torch.float32)
+        Disk().zeros((ROWS, ROWS), torch.float32)

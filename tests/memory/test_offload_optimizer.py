@@ -15,7 +15,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from dure.machine.compiler import deferred_compiler
-from dure.memory.mapped import in_own_file
+from dure.memory.mapped import is_on_disk
 from dure.memory.offload.optimizer import OffloadedSteps
 from dure.memory.offload.store import MappedFileStore
 from dure.parallel.optimizer_sharding import check_steps_apart, is_element_wise
@@ -112,9 +112,9 @@ def test_large_state_lies_in_files_and_small_state_does_not(files: MappedFileSto
     give_gradients(0, parameters)
     optimizer.step()
     large, small = (optimizer.state[one] for one in parameters)
-    assert in_own_file(large["exp_avg"])
-    assert in_own_file(large["exp_avg_sq"])
-    assert not in_own_file(small["exp_avg"])
+    assert is_on_disk(large["exp_avg"])
+    assert is_on_disk(large["exp_avg_sq"])
+    assert not is_on_disk(small["exp_avg"])
     # A file is as long as what lies in it, so that nobody copies it into memory.
     assert large["exp_avg"].untyped_storage().nbytes() == large["exp_avg"].nbytes
 
@@ -130,7 +130,7 @@ def test_a_state_that_is_loaded_goes_on_in_files(files: MappedFileStore) -> None
     steps = OffloadedSteps(resumed, files, element_wise=True, piece=PIECE)
     resumed.load_state_dict(state)
     steps.keep_all()
-    assert in_own_file(resumed.state[offloaded[0]]["exp_avg"])
+    assert is_on_disk(resumed.state[offloaded[0]]["exp_avg"])
     give_gradients(1, plain, offloaded)
     first.step()
     resumed.step()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dure.memory.mapped import in_own_file, pages_of
+from dure.memory.mapped import is_on_disk, pages_of
 from dure.memory.offload.activations import OffloadedActivations
 from dure.memory.offload.gradients import OffloadedGradients
 from dure.memory.offload.offload_setting import Offload, parse_offload
@@ -73,7 +73,7 @@ def test_gradients_have_the_same_bits(
     plain = make()
     model = copy.deepcopy(plain)
     move_to_files(model, files)
-    assert all(in_own_file(one) == (one.nbytes >= 64) for one in model.parameters())
+    assert all(is_on_disk(one) == (one.nbytes >= 64) for one in model.parameters())
     OffloadedParameters(model, files)
     OffloadedGradients(model.parameters(), files)
     keeper = OffloadedActivations(files, torch.device("cpu"), model.parameters)
@@ -90,7 +90,7 @@ def test_gradients_have_the_same_bits(
         for mine, other in zip(gradients_of(model), gradients_of(plain), strict=True):
             assert torch.equal(mine, other)
         large = [one.grad for one in model.parameters() if one.nbytes >= 64]
-        assert all(one is not None and in_own_file(one) for one in large)
+        assert all(one is not None and is_on_disk(one) for one in large)
         for one in (plain, model):
             one.zero_grad()
     assert not keeper._kept, "what autograd has used is free"
@@ -107,7 +107,7 @@ def test_activations_lie_in_files_that_are_used_again(files: MappedFileStore) ->
         kept = [reference() for reference in keeper._kept.values()]
         # Two results of tanh; a layer keeps the first of them too. The inputs stay.
         places.append({one.place.data_ptr() for one in kept if one is not None})
-        assert all(one is not None and in_own_file(one.place) for one in kept)
+        assert all(one is not None and is_on_disk(one.place) for one in kept)
         del kept
         outputs.sum().backward()
     assert len(places[0]) == 2

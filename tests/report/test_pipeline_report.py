@@ -148,14 +148,15 @@ def test_ranks_that_divide_layers_hold_a_part_and_tell_their_collectives(
         assert rank.held["gradients"] == rank.held["parameters"]
         inside = [e for e in trace if e["ph"] == "X" and lanes[e["tid"]] == f"{rank.name}, inside"]
         assert {event["args"]["step"] for event in inside} == set(range(1, STEPS + 1))
-        assert rank.inside == pytest.approx(
+        assert rank.layer_collective_seconds == pytest.approx(
             sum(event["dur"] for event in inside) / 1e6 / STEPS, rel=0.01
         )
         # The sum over data groups is there as well.
-        assert worker["communication_seconds"] > rank.inside * STEPS
+        assert worker["communication_seconds"] > rank.layer_collective_seconds * STEPS
         kept = f"{size(rank.held['parameters'])} {size(rank.held['gradients'])}"
         held = f"{kept} 0 B {size(rank.peak_memory)}"
-        assert f"{rank.name} {rank.at[0]} {rank.at[2]} {held} {duration(rank.inside)}" in text
+        seconds = duration(rank.layer_collective_seconds)
+        assert f"{rank.name} {rank.at[0]} {rank.at[2]} {held} {seconds}" in text
     assert measured_step(run) is None
     assert '<h2 id="pipelines">' not in report(mesh)
 
@@ -167,9 +168,9 @@ def test_seconds_inside_of_layers_are_no_compute(mesh: Path) -> None:
         / 1e6
     )
     run = read_run(mesh)
-    assert run.ranks[0].inside is not None
+    assert run.ranks[0].layer_collective_seconds is not None
     assert run.result.workers[0].compute == pytest.approx(
-        spans - run.ranks[0].inside * STEPS, rel=0.02
+        spans - run.ranks[0].layer_collective_seconds * STEPS, rel=0.02
     )
 
 

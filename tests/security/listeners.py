@@ -67,10 +67,10 @@ def status_served(folder: Path) -> Iterator[Any]:
 
     clock = FederationClock()
     with Register(folder / FILE, 2) as register, closing(Journal(folder, clock)) as journal:
-        watching = ServerMetrics()
+        server_metrics = ServerMetrics()
         status = Status(
             about={},
-            watching=watching,
+            server_metrics=server_metrics,
             outbox=ClientOutbox(clock.now),
             access=AccessControl(register, "open"),
             journal=journal,
@@ -82,7 +82,9 @@ def status_served(folder: Path) -> Iterator[Any]:
         serving = HttpServer(status.asgi(), "127.0.0.1", 0, None)
         watch = Listener(LivePage([folder], "CODE", "It is there."))
         try:
-            yield SimpleNamespace(status=serving.port, watch=watch.port, watching=watching)
+            yield SimpleNamespace(
+                status=serving.port, watch=watch.port, server_metrics=server_metrics
+            )
         finally:
             watch.close()
             serving.stop()

@@ -67,7 +67,7 @@ def status(folder: Path) -> Iterator[tuple[st.SearchStrategy[Any], Try]]:
             for port in (ports.status, ports.watch):
                 answered = status_of(port, odd.sent, odd.method, seconds)
                 assert answered == 0 or 400 <= answered < 500 or answered in (501, 505)
-            assert ports.watching.mistakes._value.get() == 0
+            assert ports.server_metrics.mistakes._value.get() == 0
 
         yield odd_requests(), attempt
 

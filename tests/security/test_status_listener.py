@@ -38,7 +38,7 @@ def test_every_request_of_a_stranger_is_answered_by_a_4xx(which: str, odd: Odd, 
     assert answered == 0 or 400 <= answered < 500 or answered in (501, 505), answered
     if which == "status":
         assert answered not in (501, 505)
-        assert ports.watching.mistakes._value.get() == 0
+        assert ports.server_metrics.mistakes._value.get() == 0
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ class ADMMLearner(Learner):
             step=self.round,
         )
 
-    def averages(self) -> Mapping[str, Tensor]:
+    def averaged_tensors(self) -> Mapping[str, Tensor]:
         return trainable_by_name(self.consensus)
 
     def weights(self) -> dict[str, Tensor]:

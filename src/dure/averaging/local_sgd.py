@@ -226,7 +226,7 @@ class LocalSGDLearner(Learner):
             self.task, self.model, self.replica.test_examples, group=self.group, step=self.round
         )
 
-    def averages(self) -> Mapping[str, Tensor]:
+    def averaged_tensors(self) -> Mapping[str, Tensor]:
         return trainable_by_name(self.model)
 
     def weights(self) -> dict[str, Tensor]:

@@ -382,7 +382,7 @@ class ParallelSGDLearner(Learner):
             step=self.round,
         )
 
-    def averages(self) -> Mapping[str, Tensor]:
+    def averaged_tensors(self) -> Mapping[str, Tensor]:
         return trainable_by_name(self.combined)
 
     def weights(self) -> dict[str, Tensor]:

@@ -3,11 +3,11 @@
 Rank i has n_i of n examples, and the ranks before it have n_0 + … + n_(i-1) = o_i examples.
 
     p_i            a permutation of rank i's examples, a function of (seed, i)
-    example p_i(k) of rank i goes to rank (o_i + k) mod N,    k = 0 … n_i - 1
+    example p_i(k) of rank i outgoing to rank (o_i + k) mod N,    k = 0 … n_i - 1
 
-Every rank thus gets the N-th part of each rank's examples, drawn at random, and has n/N in all,
-each to within one. The destination of an example follows from the seed and the n_i alone: no rank
-has to know another rank's examples, and a resumed run repeats the exchange.
+Rank j thus gets n_i/N examples of rank i, drawn at random, and n/N examples in all. Both numbers
+are rounded up or down to an integer. The destination of an example is a function of the seed and
+the n_i alone: no rank has to know another rank's examples, and a resumed run repeats the exchange.
 
 A rank sends each example that it does not keep, once: n_i - n_ii examples, with n_ij the number
 from rank i for rank j (`shuffle_counts`). This is (N-1)/N of its examples if N divides n_i. The
@@ -44,12 +44,15 @@ PIECE = 8 << 20
 
 
 def shuffle_counts(counts: Sequence[int]) -> list[list[int]]:
-    """Return how many examples of rank i go to rank j, by [i][j]. counts: the n_i."""
+    """Return the matrix n_ij of the numbers of examples that rank i sends to rank j.
+
+    counts: the n_i.
+    """
     ranks = len(counts)
     rows = []
     before = 0
     for count in counts:
-        # Example k goes to rank (before + k) mod N: the first example for rank j has k = first.
+        # Example k outgoing to rank (before + k) mod N: the first example for rank j has k = first.
         firsts = [(rank - before) % ranks for rank in range(ranks)]
         rows.append([max(0, -(-(count - first) // ranks)) for first in firsts])
         before += count
@@ -66,21 +69,26 @@ def outgoing_positions(counts: Sequence[int], rank: int, seed: int) -> list[Tens
     return [drawn[(to - before) % ranks :: ranks].sort().values for to in range(ranks)]
 
 
-def division_after(parts: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """Return the indices of the examples of each rank after the shuffle, in the order on that rank.
+def shuffled_indices(parts: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """Return the indices of the examples of each rank after the shuffle, computed without messages.
 
-    parts: indices of the examples of each rank before, from a partition.
+    The function serves to check `shuffle_examples`. parts: int64 indices of the examples of each
+    rank before the shuffle. The results are in the order of the examples on the receiving rank.
     """
     counts = list(map(len, parts))
-    rows = [outgoing_positions(counts, rank, seed) for rank in range(len(counts))]
+    positions = [outgoing_positions(counts, rank, seed) for rank in range(len(counts))]
     return [
-        torch.cat([part[row[to]] for part, row in zip(parts, rows, strict=True)])
+        torch.cat([part[sent[to]] for part, sent in zip(parts, positions, strict=True)])
         for to in range(len(counts))
     ]
 
 
 def check_movable(examples: Examples) -> None:
-    """Check that examples can be sent unchanged. Raises ValueError otherwise."""
+    """Check that reading an example draws no random numbers. Raises ValueError otherwise.
+
+    A dataset with random transforms gives another tensor for each read of an example, and the
+    shuffle would send a single one of them.
+    """
     if examples.draws:
         raise ValueError(
             "shuffle sends examples as tensors, but a dataset is read example by example, with "
@@ -89,7 +97,7 @@ def check_movable(examples: Examples) -> None:
 
 
 class _Leaf(NamedTuple):
-    """Tensor of an example: its shape and dtype."""
+    """Shape and dtype of a tensor of an example."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -100,14 +108,14 @@ class _Leaf(NamedTuple):
 
 
 class ExampleLayout(NamedTuple):
-    """Structure of an example."""
+    """Structure of an example: its tensors as leaves of a pytree."""
 
     leaves: list[_Leaf]
     tree: TreeSpec
 
     @classmethod
     def of(cls, examples: Examples, index: int = 0) -> ExampleLayout:
-        """Return the layout of the example at `index`, which is read for this purpose."""
+        """Return the layout of the example at `index`. The example is read."""
         leaves, tree = tree_flatten(examples.batch(torch.tensor([index])))
         return cls([_Leaf(leaf.shape[1:], leaf.dtype) for leaf in leaves], tree)
 
@@ -117,12 +125,12 @@ class ExampleLayout(NamedTuple):
         return sum(leaf.nbytes for leaf in self.leaves)
 
     @property
-    def rows(self) -> int:
-        """Examples of a piece."""
+    def examples_per_piece(self) -> int:
+        """Number of examples in a piece of `PIECE` bytes, at least 1."""
         return max(1, PIECE // max(1, self.nbytes))
 
     def digest(self) -> float:
-        """Return a number that is equal for equal layouts; exact in float64."""
+        """Return a hash of the layout as a float64: ranks compare hashes to compare layouts."""
         text = f"{self.leaves} {self.tree}".encode()
         return float(int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little"))
 
@@ -133,11 +141,11 @@ def shuffle_examples(
     """Return the examples of this rank after the shuffle; all ranks call this function together.
 
     Args:
-        examples: Examples, from which this rank reads its own.
+        examples: Examples, from which this rank reads the examples of its `indices`.
         indices: Indices of this rank's examples, int64 of shape (n_i,).
-        counts: The n_i.
+        counts: Numbers of examples of all ranks, the n_i.
         seed: Seed of the permutations.
-        group: The ranks.
+        group: Group of the ranks.
 
     Returns:
         The received examples, in order of the sending rank.
@@ -147,60 +155,71 @@ def shuffle_examples(
     """
     layout = ExampleLayout.of(examples, int(indices[0]))
     _check_alike(layout, group)
-    rows = shuffle_counts(counts)
-    arriving = [row[group.rank] for row in rows]
-    # The examples for this rank are stored in the order of the sending ranks.
-    mine = _room(layout, sum(arriving), sum(counts))
-    starts = [sum(arriving[:rank]) for rank in range(group.size)]
-    parts = outgoing_positions(counts, group.rank, seed)
+    sent_counts = shuffle_counts(counts)
+    received_counts = [row[group.rank] for row in sent_counts]
+    # Received examples are stored in the order of the sending ranks.
+    received = _allocate(layout, sum(received_counts), sum(counts))
+    starts = [sum(received_counts[:rank]) for rank in range(group.size)]
+    positions = outgoing_positions(counts, group.rank, seed)
     group.settle()
     with torch.no_grad(), group.during("the shuffle"):
         for step in range(group.size):
             to = (group.rank + step) % group.size
             origin = (group.rank - step) % group.size
             start = starts[origin]
-            for first in range(0, max(len(parts[to]), arriving[origin]), layout.rows):
-                goes = _read(examples, indices[parts[to][first : first + layout.rows]])
-                stop = start + min(first + layout.rows, arriving[origin])
-                comes = [leaf[start + first : max(stop, start + first)] for leaf in mine]
-                _pass(goes, to, comes, origin, group)
-    inputs, targets = tree_unflatten(mine, layout.tree)
+            for first in range(
+                0, max(len(positions[to]), received_counts[origin]), layout.examples_per_piece
+            ):
+                outgoing = _read_piece(
+                    examples, indices[positions[to][first : first + layout.examples_per_piece]]
+                )
+                stop = start + min(first + layout.examples_per_piece, received_counts[origin])
+                # Empty once rank `origin` has no further piece, while rank `to` still gets pieces.
+                incoming = [leaf[start + first : max(stop, start + first)] for leaf in received]
+                _exchange_piece(outgoing, to, incoming, origin, group)
+    inputs, targets = tree_unflatten(received, layout.tree)
     return Examples(inputs, targets, classes=examples.classes)
 
 
-def _room(layout: ExampleLayout, count: int, n: int) -> list[Tensor]:
-    """Return memory for `count` of n examples; on a disk if the n examples are large."""
+def _allocate(layout: ExampleLayout, count: int, n: int) -> list[Tensor]:
+    """Return tensors for `count` of n examples, one tensor for each leaf of an example.
+
+    The tensors are in files on a disk if the n examples take more than half of the free memory.
+    """
     free = available_memory()
-    # All n, because the ranks may share a machine.
+    # All n examples count, because all ranks may be on this machine.
     if free is not None and 2 * n * layout.nbytes > free:
         try:
             disk = Disk()
-            return [disk.empty((count, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
+            return [disk.zeros((count, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
         except DiskError:
-            # There is no disk, or it is full: memory may still suffice.
+            # There is no disk, or the disk is full: memory may still suffice.
             pass
     return [torch.empty((count, *leaf.shape), dtype=leaf.dtype) for leaf in layout.leaves]
 
 
-def _read(examples: Examples, indices: Tensor) -> list[Tensor]:
-    """Return the tensors of these examples; an empty list for no examples."""
+def _read_piece(examples: Examples, indices: Tensor) -> list[Tensor]:
+    """Return the tensors of a piece, with the examples in dimension 0; an empty list for none."""
     if not len(indices):
         return []
     leaves, _ = tree_flatten(examples.batch(indices))
     return [materialised(leaf.detach()) for leaf in leaves]
 
 
-def _pass(
-    goes: Sequence[Tensor], to: int, comes: Sequence[Tensor], origin: int, group: Group
+def _exchange_piece(
+    outgoing: Sequence[Tensor], to: int, incoming: Sequence[Tensor], origin: int, group: Group
 ) -> None:
-    """Send a piece and receive a piece; a rank copies its own pieces without a message."""
+    """Send the piece `outgoing` to rank `to`, and receive the piece `incoming` from `origin`.
+
+    A rank copies its own pieces without a message.
+    """
     if to == group.rank:
-        for target, source in zip(comes, goes, strict=True):
+        for target, source in zip(incoming, outgoing, strict=True):
             target.copy_(source)
         return
     # As bytes: not every backend supports every dtype.
-    sends = [(_bytes_of(leaf), to) for leaf in goes]
-    receives = [(_bytes_of(leaf), origin) for leaf in comes]
+    sends = [(_bytes_of(leaf), to) for leaf in outgoing]
+    receives = [(_bytes_of(leaf), origin) for leaf in incoming]
     group.transfer(sends, receives)
 
 
@@ -231,8 +250,10 @@ def bytes_sent(counts: Sequence[int], rank: int, example: int) -> int:
 def messages_sent(counts: Sequence[int], rank: int, layout: ExampleLayout) -> int:
     """Return the number of messages that `rank` sends.
 
-    A piece has a message for each tensor of an example that has elements.
+    A piece is a message for each tensor of an example; an empty tensor is not sent.
     """
     row = shuffle_counts(counts)[rank]
-    pieces = sum(-(-count // layout.rows) for to, count in enumerate(row) if to != rank)
+    pieces = sum(
+        -(-count // layout.examples_per_piece) for to, count in enumerate(row) if to != rank
+    )
     return pieces * sum(leaf.nbytes > 0 for leaf in layout.leaves)

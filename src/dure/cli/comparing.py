@@ -33,7 +33,7 @@ from dure.cli.running import (
     start_fork_server,
 )
 from dure.errors import text_of
-from dure.worlds.launcher_environment import leads_here
+from dure.worlds.launcher_environment import is_leader_process
 
 if TYPE_CHECKING:
     from dure.contracts.stop import Stop
@@ -105,7 +105,7 @@ def compare(given: list[str]) -> int:
     about = f"{ABOUT} Such settings here are {', '.join(given_to.there)}."
     asked = parse_flags(f"dure compare {reference}", parts, given_to.flags, about)
     how: CompareOptions = asked["how"]
-    stop: Stop = asked["limits"].stop(epochs=20)
+    stop: Stop = asked["limits"].to_stop(epochs=20)
     learning: LearningOptions = asked["learning"]
     entries = ComparisonEntries(
         reference,
@@ -217,11 +217,11 @@ def show_comparison(
     """
     from dure.cli.show import Display
 
-    with Display(stop, as_json or not leads_here()) as display:
+    with Display(stop, as_json or not is_leader_process()) as display:
         done = program(on_progress=display)
     worst = max((error.exit_code for error in done.failed.values()), default=0)
     # Under torchrun every rank gets here; only the leader prints.
-    if not leads_here():
+    if not is_leader_process():
         return worst
     said = judges(done)
     _tell(done, folder, as_json, said)

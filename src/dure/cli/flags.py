@@ -56,7 +56,7 @@ class LimitOptions:
     monitor: str | None = None
     min_delta: float = 0.0
 
-    def stop(self, epochs: float = 10) -> Stop:
+    def to_stop(self, epochs: float = 10) -> Stop:
         """Return the limits; `epochs` is the default if no limit is given."""
         from dure.contracts.stop import Stop
         from dure.settings import read_bytes

@@ -55,7 +55,7 @@ from dure.cli.running import (
     check_names,
     file_name,
     one_line,
-    resumed,
+    resume_run,
     run_folder,
     show_run,
     start_fork_server,
@@ -328,7 +328,7 @@ def _train(given: list[str]) -> int:
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
         if (Path(value_of("--resume", flags) or ".") / "comparison.json").is_file():
             return comparing.resumed(flags, "dure train")
-        return resumed(["--help"] if flags == ["--resume", "--help"] else flags)
+        return resume_run(["--help"] if flags == ["--resume", "--help"] else flags)
     if len(names) != 2:
         raise ValueError(
             "dure train TASK SYSTEM [options]: name a task and a system (dure --help lists them)"
@@ -372,7 +372,7 @@ def _train(given: list[str]) -> int:
         raise ValueError(
             "torchrun may restart this job: give with --out the folder from which it resumes"
         )
-    stop: Stop = asked["limits"].stop()
+    stop: Stop = asked["limits"].to_stop()
     if how.seeds != 1:
         return comparing.over_seeds(task, strategy, world, stop, how)
     from dure.run.train import train

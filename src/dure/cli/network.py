@@ -29,7 +29,7 @@ from dure.cli.flags import (
     parse_flags,
     value_of,
 )
-from dure.cli.running import EventHandler, check_names, file_name, resumed, run_folder, show_run
+from dure.cli.running import EventHandler, check_names, file_name, resume_run, run_folder, show_run
 from dure.record.disk import make_folder, open_regular_file
 from dure.wire.loopback import is_loopback
 
@@ -120,15 +120,17 @@ def serve(given: list[str]) -> int:
     options = given_options(asked["task"])
     task = how.with_weights(load_task(reference, **options))
     strategy = asked["strategy"]
-    stop = asked["limits"].stop()
+    stop = asked["limits"].to_stop()
     with run_folder(how.out, f"{file_name(task)}-{strategy.name}") as out, _ending() as ending:
         command = "dure serve --local" if local else "dure serve"
         ending.enter_context(_before_a_round(command, out))
-        hears: EventHandler = JoinInstructions(reference, world.access == "invited", out, how.json)
+        on_event: EventHandler = JoinInstructions(
+            reference, world.access == "invited", out, how.json
+        )
         if local:
             if getattr(strategy, "clients", 0) is None:
                 raise ValueError("the number of clients is missing: give it with --clients")
-            hears = LocalClients(ending, reference, options, out)
+            on_event = LocalClients(ending, reference, options, out)
         return show_run(
             partial(train, task, strategy, world, stop, out=out, **how.of_train()),
             stop,
@@ -136,7 +138,7 @@ def serve(given: list[str]) -> int:
             as_json=how.json,
             folder=out,
             command=command,
-            hears=hears,
+            on_event=on_event,
         )
 
 
@@ -144,20 +146,20 @@ def _resumed(flags: list[str]) -> int:
     """Run `dure serve --resume RUN`; --local restarts its clients too."""
     with _ending() as ending:
 
-        def hears(asked: Mapping[str, Any]) -> EventHandler:
-            if not asked["where"].local:
+        def make_handler(options: Mapping[str, Any]) -> EventHandler:
+            if not options["where"].local:
                 return lambda event: None
             from dure.run.config import run_request_of
 
-            folder: Path = asked["how"].resume
+            folder: Path = options["how"].resume
             was = run_request_of(folder)
-            task = was.task.name or asked["how"].task
+            task = was.task.name or options["how"].task
             if task is None:
                 raise ValueError("the task was created in Python: start its clients from Python")
             return LocalClients(ending, task, was.task.options, folder)
 
         command = "dure serve --local" if "--local" in flags else "dure serve"
-        return resumed(flags, command, {"where": LocalOptions}, hears)
+        return resume_run(flags, command, {"where": LocalOptions}, make_handler)
 
 
 @contextlib.contextmanager

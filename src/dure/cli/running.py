@@ -1,4 +1,8 @@
-"""Shared parts of commands that run something: names, run folder, display, final output."""
+"""Shared parts of the commands that train: `dure train`, `compare`, `sweep` and `serve`.
+
+The parts are: checks of names, the run folder, the progress display, the final output, and the
+resumption of a run.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from dure.cli.flags import LimitOptions, ResumeOptions, parse_flags
 from dure.cli.interrupts import interrupts_raise
 from dure.errors import DureError, suggestion
 from dure.peer_text import printable
-from dure.worlds.launcher_environment import leads_here, under_torchrun
+from dure.worlds.launcher_environment import is_leader_process, under_torchrun
 from dure.worlds.processes.fork_server import server
 
 if TYPE_CHECKING:
@@ -25,57 +29,66 @@ if TYPE_CHECKING:
 
 
 EventHandler = Callable[[Mapping[str, Any]], None]
-"""Function that receives each event of a run."""
+"""Function that receives each progress event of a run."""
 
 
 def _nothing(event: Mapping[str, Any]) -> None:
     pass
 
 
-def resumed(
+def resume_run(
     flags: list[str],
     command: str = "dure train",
-    parts: Mapping[str, Any] | None = None,
-    hears: Callable[[Mapping[str, Any]], EventHandler] = lambda asked: _nothing,
+    option_groups: Mapping[str, Any] | None = None,
+    make_handler: Callable[[Mapping[str, Any]], EventHandler] = lambda options: _nothing,
 ) -> int:
-    """Resume a run, and return the exit status.
+    """Resume the run of the flag --resume, and return the exit status.
 
-    command: the typed command. parts: further flags. hears: makes the receiver of events from all
-    flags.
+    The limits of the resumed run are the typed limits, or those of the earlier run if no limit is
+    typed.
+
+    Args:
+        flags: flags of the command.
+        command: command without flags, for help texts and messages.
+        option_groups: further dataclasses of flags, by name of the group.
+        make_handler: function that gets all parsed flags, by name of the group, and returns a
+            further receiver of progress events.
     """
-    asked = parse_flags(
+    options = parse_flags(
         command,
-        {"limits": LimitOptions, "how": ResumeOptions, **(parts or {})},
+        {"limits": LimitOptions, "how": ResumeOptions, **(option_groups or {})},
         flags,
         "Resume a run.",
     )
-    how: ResumeOptions = asked["how"]
-    folder = how.resume
+    resume_options: ResumeOptions = options["how"]
+    folder = resume_options.resume
     from dure.run.config import run_request_of
     from dure.run.train import resume
 
     stop = (
-        asked["limits"].stop() if asked["limits"] != LimitOptions() else run_request_of(folder).stop
+        options["limits"].to_stop()
+        if options["limits"] != LimitOptions()
+        else run_request_of(folder).stop
     )
     return show_run(
         partial(
             resume,
             folder,
-            task=how.task,
-            strategy=how.strategy,
-            world=how.world,
-            rules=how.rules,
-            weights=how.weights,
+            task=resume_options.task,
+            strategy=resume_options.strategy,
+            world=resume_options.world,
+            rules=resume_options.rules,
+            weights=resume_options.weights,
             stop=stop,
-            check=how.check,
-            track=how.track,
+            check=resume_options.check,
+            track=resume_options.track,
         ),
         stop,
-        quiet=how.json or not leads_here(),
-        as_json=how.json and leads_here(),
+        quiet=resume_options.json or not is_leader_process(),
+        as_json=resume_options.json and is_leader_process(),
         folder=folder,
         command=command,
-        hears=hears(asked),
+        on_event=make_handler(options),
     )
 
 
@@ -87,31 +100,33 @@ def show_run(
     as_json: bool,
     folder: Path,
     command: str = "dure train",
-    hears: EventHandler = _nothing,
+    on_event: EventHandler = _nothing,
 ) -> int:
-    """Execute a run with a display, print its results and folder, and return the exit status.
+    """Execute a run with a progress display, print its results, and return the exit status.
+
+    The exit status is 0, or 130 for an interrupted run. Errors are raised.
 
     Args:
-        run: function that trains, and takes `on_progress`.
+        run: function that trains; its parameter `on_progress` receives the progress events.
         stop: limits of the run, for the progress bar.
-        quiet: print no progress and no table.
-        as_json: print the summary as JSON on standard output.
+        quiet: whether progress, table and messages are left out.
+        as_json: whether the summary is printed as JSON on standard output.
         folder: the run folder.
-        command: command that resumes an interrupted run.
-        hears: further receiver of each event.
+        command: command that resumes the run with --resume, for messages.
+        on_event: further receiver of each progress event.
     """
     from dure.cli.show import Display, error_console, table
 
     try:
         with Display(stop, quiet) as display:
 
-            def told(event: dict[str, Any]) -> None:
+            def handle(event: dict[str, Any]) -> None:
                 display("training", event)
-                hears(event)
+                on_event(event)
 
-            done = run(on_progress=told)
+            finished = run(on_progress=handle)
     except DureError as error:
-        # If the input has to change (2), resuming would fail in the same way.
+        # Exit code 2 means that the user has to change the input: resuming would fail again.
         if error.exit_code == 1 and (folder / "checkpoint").is_dir():
             print(
                 f"dure: the run is kept up to its last checkpoint; resume with {command} --resume "
@@ -120,36 +135,45 @@ def show_run(
             )
         raise
     if as_json:
-        print(json.dumps({**done.summary, "folder": str(folder)}))
+        print(json.dumps({**finished.summary, "folder": str(folder)}))
     elif not quiet:
         console = error_console()
-        console.print(table([done.summary], console))
-        if "facts" in done.summary:
-            _say_facts(folder)
+        console.print(table([finished.summary], console))
+        if "facts" in finished.summary:
+            _print_facts(folder)
         print(f"run folder: {folder}", file=sys.stderr)
-    if done.summary["ended"] != "interrupt":
+    if finished.summary["ended"] != "interrupt":
         return 0
     if not quiet:
         print(f"interrupted; resume with: {command} --resume {folder}", file=sys.stderr)
     return 130
 
 
-def _say_facts(folder: Path) -> None:
-    """Print lines about a run's pipeline, federation and privacy.
+def _print_facts(folder: Path) -> None:
+    """Print the facts of a run on standard error, a line for each kind.
 
-    Stages and bubble of a pipeline, outcomes of a federation's assignments, and privacy promises.
+    The kinds are: stages and bubble of a pipeline, outcomes of a federation's assignments, and
+    promised privacy.
     """
     from dure.report import federated, pipeline, privacy
     from dure.report.read import read_run
 
     run = read_run(folder)
-    told = (pipeline.in_a_line(run), federated.in_a_line(run), privacy.in_a_line(run))
-    for line in filter(None, told):
+    lines = (pipeline.in_a_line(run), federated.in_a_line(run), privacy.in_a_line(run))
+    for line in filter(None, lines):
         print(printable(line), file=sys.stderr)
 
 
 def check_names(reference: str, systems: list[str]) -> None:
-    """Check names of task and systems before torch is loaded. Raises ValueError."""
+    """Check the names of a task and of systems before torch is loaded.
+
+    Args:
+        reference: name of a built-in task, or MODULE:NAME, or FILE.py:NAME.
+        systems: names of built-in strategies, or references to strategies of the same form.
+
+    Raises:
+        ValueError: if a name is unknown, or a file is given without a name.
+    """
     if reference.endswith(".py"):
         raise ValueError(f"{reference} is a file: name a task in it, {reference}:NAME")
     if ":" not in reference and reference.replace("_", "-") not in catalog.TASKS:
@@ -164,7 +188,9 @@ def check_names(reference: str, systems: list[str]) -> None:
 def start_fork_server() -> None:
     """Start the fork server, which loads torch in parallel; under torchrun no process forks."""
     if not under_torchrun():
-        server.begins_with("dure.run.drive")  # which a rank runs, and this process imports later
+        server.import_at_start(
+            "dure.run.drive"
+        )  # which a rank runs, and this process imports later
         server.start()
 
 
@@ -175,55 +201,63 @@ def one_line(text: str) -> str:
 
 
 def file_name(task: Task) -> str:
+    """Return the task's name as part of a folder name: other characters become hyphens."""
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in task.name)
 
 
 @contextmanager
-def run_folder(asked: Path | None, name: str) -> Iterator[Path]:
-    """Context manager: return the requested folder, or a new folder in runs/.
+def run_folder(requested: Path | None, name: str) -> Iterator[Path]:
+    """Context manager that yields the run folder: `requested`, or else a new folder in runs/.
 
-    The new folder is made at once, so that no other process takes it.
+    The new folder is created at once, so that no other process takes it. An exception in the block
+    removes a new folder in runs/ that is still empty. An interrupt also removes a requested folder
+    that did not exist before the block, and a config.json that is alone in the folder: no training
+    has happened, and there is nothing to resume.
+
+    Args:
+        requested: folder that the user has named; None for a new folder.
+        name: first part of the name of a new folder.
     """
     with interrupts_raise():
-        made = asked is None or not asked.exists()
-        folder = _new_folder(name) if asked is None else asked
+        is_new = requested is None or not requested.exists()
+        folder = _new_folder(name) if requested is None else requested
         try:
             yield folder
         except KeyboardInterrupt:
-            # No training has happened, so there is nothing to resume.
             with suppress(OSError):
                 if [each.name for each in folder.iterdir()] == ["config.json"]:
                     (folder / "config.json").unlink()
-            _remove_if_empty(folder, made)
+            _remove_if_empty(folder, is_new)
             raise
         except BaseException:
-            _remove_if_empty(folder, made and asked is None)
+            _remove_if_empty(folder, is_new and requested is None)
             raise
 
 
-def _remove_if_empty(folder: Path, made: bool) -> None:
-    """Remove a folder that this command made, unless a run has written files into it."""
-    if made:
-        with suppress(OSError):  # something is in it
+def _remove_if_empty(folder: Path, is_new: bool) -> None:
+    """Remove a new folder if it is empty. is_new: whether the folder is new in this command."""
+    if is_new:
+        with suppress(OSError):  # The folder is not empty.
             folder.rmdir()
-            if folder.parent == _RUNS:  # which may have been made with it
+            if folder.parent == _RUNS:  # runs/ may be new as well
                 folder.parent.rmdir()
 
 
 _RUNS = Path("runs")
-"""Folder of run folders without a requested name."""
+"""Parent folder of run folders that the user has not named."""
 
 
 def _new_folder(name: str) -> Path:
+    """Create a folder in runs/ whose name has the time; under torchrun only rank 0 creates it."""
     wanted = _RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # Under torchrun the other ranks only need a path that is not None; they write nothing.
-    if not leads_here():  # rank 0 makes it
+    # Other ranks than rank 0 write no files: any path serves.
+    if not is_leader_process():
         return wanted
     folder = wanted
     count = 1
     while True:
         try:
-            # mkdir fails if another process made it first: runs of the same second do not share it.
+            # mkdir fails if another process was first: runs of the same second share no folder.
             folder.mkdir(parents=True)
         except FileExistsError:
             count += 1

@@ -106,7 +106,7 @@ def main(given: list[str]) -> int:
         _entry(entries, given_to.systems[0], options, trial, how.workers)
         for trial in trials(space, what.random, how.seed)
     ]
-    stop = asked["limits"].stop()
+    stop = asked["limits"].to_stop()
     task = entries.task(options)
     with run_folder(how.out, f"sweep-{file_name(task)}-{system.partition(',')[0]}") as out:
         program = all_of(task, tried, stop, out, how)

@@ -144,19 +144,19 @@ class Learner(ABC):
     resizes: bool = False
     """Whether `restore` also accepts the parts of another number of ranks."""
 
-    averages_parts: bool = False
-    """Whether `averages` returns parts of tensors, or several tensors in a single buffer."""
+    averaged_tensors_are_parts: bool = False
+    """Whether `averaged_tensors` has parts of tensors, or several tensors in a single buffer."""
 
-    def averages(self) -> Mapping[str, Tensor]:
-        """Return this rank's tensors of which an average is taken (`Task.ema`).
+    def averaged_tensors(self) -> Mapping[str, Tensor]:
+        """Return the trained tensors of this rank, of which `Task.ema` takes an average.
 
-        The names are the names of `weights`, unless `averages_parts`. Only called if the strategy
-        supports ema.
+        The names are the names of `weights`, unless `averaged_tensors_are_parts`. Only called if
+        the strategy supports ema.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method averages")
+        raise NotImplementedError(f"{type(self).__name__} has no method averaged_tensors")
 
-    def changing_averages(self) -> AbstractContextManager[object]:
-        """Context manager around a change of the tensors of `averages`, entered on all ranks."""
+    def changing_averaged_tensors(self) -> AbstractContextManager[object]:
+        """Context manager around a change of the `averaged_tensors`, entered on all ranks."""
         return nullcontext()
 
     @abstractmethod

@@ -43,7 +43,7 @@ from dure.federated.server.pacing import Pacing
 from dure.federated.server.poisson_sampling import poisson_sampler
 from dure.federated.server.server import FederatedServer
 from dure.federated.server.server_optimizer import ServerOptimizer
-from dure.federated.server.smallest_cohort import why_not
+from dure.federated.server.smallest_cohort import cohort_objection
 from dure.fleet.conditions import Conditions
 from dure.fleet.energy import NoEnergy
 from dure.fleet.malicious import malicious_clients
@@ -224,7 +224,7 @@ def _serving(
         samples=strategy.work().most_samples,
         holds=strategy.privacy.secure is not None,
         steps=strategy.work().steps_of,
-        why_not=partial(_why_not, strategy, clients),
+        cohort_objection=partial(_cohort_objection, strategy, clients),
     )
     carrier = network(federation)
     server = build_server(strategy, task, model, context, carrier, seed)
@@ -236,11 +236,11 @@ def _serving(
     return server
 
 
-def _why_not(strategy: FederatedSettings, clients: int, asked: int) -> str | None:
+def _cohort_objection(strategy: FederatedSettings, clients: int, asked: int) -> str | None:
     """Return why the run cannot have `asked` clients in each new model; None if it can."""
     secure = strategy.privacy.secure
     sums = None if secure is None else secure.minimum
-    return why_not(asked, clients, strategy.pacing(clients), strategy.rule(), sums)
+    return cohort_objection(asked, clients, strategy.pacing(clients), strategy.rule(), sums)
 
 
 def _threads(strategy: FederatedSettings, task: Task, model: nn.Module, clients: int) -> int:

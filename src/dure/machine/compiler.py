@@ -1,9 +1,10 @@
 """Keep torch's compiler unloaded in processes that compile nothing.
 
 The first optimizer of a process, and its first step, import torch._dynamo only to exclude functions
-from compilation: seconds in every rank, and longer than importing torch. `deferred_compiler`
-installs a stand-in that accepts such notices, and is replaced by the real module as soon as code
-asks for any other attribute: code that compiles gets the compiler.
+from compilation (`torch._dynamo.disable`). The import takes seconds in every rank, longer than the
+import of torch. `deferred_compiler` installs a stand-in for the module. The stand-in accepts calls
+of `disable` and does nothing. Access to any other attribute replaces the stand-in by the real
+module, so that code that compiles gets the compiler.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any, TypeVar
 
 import torch
 
-Called = TypeVar("Called", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _NAME = "torch._dynamo"
 _SETTINGS = "torch._dynamo.config"
-_NOTICE = "__dynamo_disable"
-"""Attribute of a function excluded from compilation; its value is the function to call."""
+_DISABLED = "__dynamo_disable"
+"""Attribute by which torch caches the result of `disable` for a function."""
 
 _lock = threading.RLock()
 _users = 0
@@ -39,16 +40,18 @@ class _StandIn(ModuleType):
 
     def __init__(self) -> None:
         super().__init__(_NAME)
-        self._noticed: list[Any] = []
+        self._excluded: list[Any] = []
         self.config: ModuleType
 
     def graph_break(self, msg: str = "") -> None:
         """Do nothing, since nothing is traced."""
 
-    def disable(self, function: Callable[..., Any], *how: Any, **more: Any) -> Callable[..., Any]:
-        """Return the function unchanged."""
-        # torch caches this answer as an attribute of the function; `leave` removes the attribute.
-        self._noticed.append(function)
+    def disable(
+        self, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Callable[..., Any]:
+        """Return the function unchanged; further arguments are ignored."""
+        # torch caches the result as an attribute of the function, which `leave` removes.
+        self._excluded.append(function)
         return function
 
     def __getattr__(self, name: str) -> Any:
@@ -59,25 +62,26 @@ class _StandIn(ModuleType):
         return getattr(self._loaded(), name)
 
     def _loaded(self) -> ModuleType:
+        """Import the real module in place of the stand-in."""
         with _lock:
-            # First: the import would find this stand-in again.
+            # Removed first: the import would find this stand-in again.
             self.leave()
             return importlib.import_module(_NAME)
 
     def leave(self) -> None:
-        """Remove the stand-in from `sys.modules` and undo its notices."""
+        """Remove the stand-in from `sys.modules`, and its results of `disable` from functions."""
         with _lock:
             if sys.modules.get(_NAME) is self:
                 del sys.modules[_NAME]
-            # The real compiler has settings of its own.
+            # The real compiler loads its own settings.
             if "config" in vars(self):
                 del sys.modules[_SETTINGS]
                 del self.config
-            for function in self._noticed:
-                # Only the attributes that come from the stand-in; torch asks the compiler again.
-                if getattr(function, _NOTICE, None) is function:
-                    delattr(function, _NOTICE)
-            self._noticed.clear()
+            for function in self._excluded:
+                # Only attributes that come from the stand-in: torch then calls the real `disable`.
+                if getattr(function, _DISABLED, None) is function:
+                    delattr(function, _DISABLED)
+            self._excluded.clear()
 
 
 def load_compiler_settings() -> None:
@@ -86,24 +90,25 @@ def load_compiler_settings() -> None:
     torch's fake tensors read two of the settings and nothing else of the compiler.
     """
     with _lock:
-        there = sys.modules.get(_NAME)
-        if not isinstance(there, _StandIn) or "config" in vars(there):
+        module = sys.modules.get(_NAME)
+        if not isinstance(module, _StandIn) or "config" in vars(module):
             return
         file = Path(torch.__file__).parent / "_dynamo" / "config.py"
         spec = importlib.util.spec_from_file_location(_SETTINGS, file)
-        # A torch version with the settings elsewhere: they load together with the compiler.
+        # Another torch version may have the settings elsewhere: the compiler then loads them.
         if not file.exists() or spec is None or spec.loader is None:
             return
-        there.config = sys.modules[_SETTINGS] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(there.config)
+        module.config = sys.modules[_SETTINGS] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module.config)
 
 
-def excluded_from_compilation(function: Called) -> Called:
-    """Return the function excluded from compilation.
+def excluded_from_compilation(function: Function) -> Function:
+    """Return the function, excluded from compilation if the compiler is loaded.
 
-    Used for hooks of compiled modules, whose calls the compiler would trace with their hooks.
+    Callers pass the hooks of modules: the compiler traces a compiled module together with the hooks
+    of the module, unless they are excluded. Modules are compiled before hooks are registered.
     """
-    # If the compiler is not loaded, no module is compiled.
+    # No module is compiled yet if the compiler is not loaded: nothing to exclude.
     if isinstance(sys.modules.get(_NAME, _StandIn()), _StandIn):
         return function
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
@@ -111,7 +116,7 @@ def excluded_from_compilation(function: Called) -> Called:
 
 @contextmanager
 def deferred_compiler() -> Iterator[None]:
-    """Context manager: torch runs without its compiler until code compiles.
+    """Context manager in which torch._dynamo is loaded only when code compiles.
 
     Nothing changes if the compiler is already loaded.
     """
@@ -127,6 +132,6 @@ def deferred_compiler() -> Iterator[None]:
         with _lock:
             _users -= 1
             # The stand-in is still present if no code has compiled meanwhile.
-            there = sys.modules.get(_NAME)
-            if not _users and isinstance(there, _StandIn):
-                there.leave()
+            module = sys.modules.get(_NAME)
+            if not _users and isinstance(module, _StandIn):
+                module.leave()

@@ -53,13 +53,13 @@ A pipeline's proof needs up to six times its size at once, and activations in ad
 """
 
 
-def in_files(make: Callable[[], Made], spared: int = 0) -> Made:
+def in_files(make: Callable[[], Made], memory_budget: int = 0) -> Made:
     """Return the result of `make`, with large tensors in files; in memory if there is no disk.
 
-    spared: bytes that are created in memory before the first file.
+    memory_budget: as in `mapped`.
     """
     try:
-        with _on(Disk(), spared):
+        with _on(Disk(), memory_budget):
             return make()
     except DiskError:
         # There is no disk, or it is full: memory may still suffice.
@@ -115,12 +115,12 @@ def in_files_if(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _on(disk: Disk, spared: int = 0) -> Iterator[None]:
+def _on(disk: Disk, memory_budget: int = 0) -> Iterator[None]:
     """Context manager in which tensors are created on a disk, and freed heap memory is returned.
 
-    spared: bytes that are created in memory before the first file.
+    memory_budget: as in `mapped`.
     """
-    with return_freed_memory(), mapped(disk, spared=spared):
+    with return_freed_memory(), mapped(disk, memory_budget=memory_budget):
         yield
 
 

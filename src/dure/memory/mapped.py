@@ -10,14 +10,16 @@
                                            a tensor in a given file, such as a checkpoint: writes
                                            stay in memory
 
-All computations have the same bits: only the location of a tensor differs. The system writes pages
-in the background, and reads pages on access. Pages count as memory of the process while they are
-resident, and leave when other memory is needed.
+All computations have the same bits: only the location of a tensor differs. The system writes
+changed pages to the file in the background, and reads pages on access. Pages count as memory of the
+process while they are resident. To *release* pages means to let them leave memory (madvise), while
+the mapping and the values stay.
 
-Files are anonymous, so that a killed process leaves nothing behind. A folder in memory (tmpfs)
-would save nothing: it is refused.
+Files are anonymous, so that a killed process leaves no files behind. A folder in memory (tmpfs)
+would save no memory and is refused.
 
-Cost: a written page travels to the disk, if it lives long enough, and back if it has left memory.
+Cost: a changed page is written to the disk, unless its tensor is deleted before, and is read again
+if it has left memory before the next access.
 """
 
 from __future__ import annotations
@@ -44,15 +46,15 @@ from dure.machine.compiler import deferred_compiler
 from dure.record.disk_tensors import write_at
 
 LEAST = 1 << 20
-"""Bytes from which on a tensor gets a file."""
+"""Minimum bytes of a tensor in a file; smaller tensors stay in memory."""
 
 WINDOW = 64 << 20
-"""Bytes that may be created or used before earlier tensors leave memory."""
+"""Bytes of mapped tensors that may be resident before all of them are released."""
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 """Types of file systems whose files are in memory."""
 
-_UNSET = frozenset(
+_UNDEFINED_VALUES = frozenset(
     {
         "aten::empty",
         "aten::empty_like",
@@ -64,8 +66,8 @@ _UNSET = frozenset(
 )
 """Operations that create a tensor with undefined values."""
 
-_ZERO = frozenset({"aten::zeros", "aten::zeros_like", "aten::new_zeros"})
-"""Operations that create zeros, which a new file has already."""
+_ZERO_VALUES = frozenset({"aten::zeros", "aten::zeros_like", "aten::new_zeros"})
+"""Operations that create zeros: nothing is copied, since a new file contains zeros."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -81,14 +83,18 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 # Reentrant: the finalizer `_unmap` may run in a thread that has the lock, at any allocation.
 _lock = threading.RLock()
 _segments: dict[int, int] = {}
-"""Bytes of each existing mapping, by its address."""
+"""Mappings of files of `Disk`: bytes of each mapping, by its address."""
 
 _views: dict[int, tuple[int, int]] = {}
-"""Views of given files: by address of a tensor, (address of its mapping, bytes of the mapping)."""
+"""Mappings of given files (`mapped_view`): (address, bytes), by the address of the tensor."""
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _PAGE_OUT = 21
-"""MADV_PAGEOUT of Linux: written pages are preserved, unlike with MADV_DONTNEED."""
+"""MADV_PAGEOUT of Linux.
+
+In a private mapping (`mapped_view`) MADV_DONTNEED would discard written pages, and MADV_PAGEOUT
+moves them to the swap space. In a shared mapping (`Disk`) both keep written pages in the file.
+"""
 
 
 class DiskError(OSError):
@@ -98,42 +104,46 @@ class DiskError(OSError):
 class Disk:
     """Folder for memory-mapped tensors.
 
-    folder: on a disk; by default the first usual folder that is. Raises DiskError if there is none,
-    or if the folder is in memory.
+    folder: a folder on a disk; by default the first of the folder for temporary files, /var/tmp and
+    the current folder that is on a disk. Raises DiskError if there is none, or if the folder is in
+    memory.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        self.folder = _usual() if folder is None else Path(folder)
+        self.folder = _default_folder() if folder is None else Path(folder)
         kind = kind_of(self.folder)
         if kind in _IN_MEMORY:
             raise DiskError(
                 f"{self.folder} is a {kind}, which is in memory: give a folder on a disk"
             )
 
-    def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+    def zeros(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         """Return zeros of this shape, in a new file."""
         size = torch.Size(shape)
         if not size.numel():
             return torch.empty(size, dtype=dtype)
-        return self._flat(size.numel() * dtype.itemsize).view(dtype).view(size)
+        return self._bytes_in_file(size.numel() * dtype.itemsize).view(dtype).view(size)
 
     def place(self, tensor: Tensor, values: bool = True) -> Tensor:
-        """Return a tensor of this shape and strides in a new file.
+        """Return a tensor with the shape, strides and dtype of `tensor`, in a new file.
 
-        Values: whether to copy the values.
+        values: whether to copy the values; if not, the new tensor has zeros.
         """
         storage = tensor.untyped_storage()
         # The bytes are the values, unless a conjugation or negation is lazy.
         as_bytes = values and not tensor.is_conj() and not tensor.is_neg()
-        flat = self._flat(storage.nbytes(), storage if as_bytes else None)
+        flat = self._bytes_in_file(storage.nbytes(), storage if as_bytes else None)
         own = torch.empty(0, dtype=tensor.dtype)
         own.set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
         if values and not as_bytes:
             own.copy_(tensor)
         return own
 
-    def _flat(self, nbytes: int, content: torch.UntypedStorage | None = None) -> Tensor:
-        """Return at least one and `nbytes` bytes in a new file: a copy of `content`, or zeros."""
+    def _bytes_in_file(self, nbytes: int, content: torch.UntypedStorage | None = None) -> Tensor:
+        """Return a uint8 tensor of `nbytes` bytes (of 1 byte for 0) in a new file.
+
+        The bytes are copies of `content`; without content they are zeros.
+        """
         length = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         address = self._map(length, content)
         array = (ctypes.c_uint8 * length).from_address(address)
@@ -144,15 +154,17 @@ class Disk:
         return torch.frombuffer(array, dtype=torch.uint8, count=max(1, nbytes))
 
     def _map(self, length: int, content: torch.UntypedStorage | None) -> int:
+        """Create an anonymous file of `length` bytes, and return the address of its mapping."""
         try:
             file = open_anonymous_file(self.folder)
             try:
-                # Allocated now: a full disk is an error here, and would kill the process later.
+                # The blocks are allocated now: a full disk is an error here, and would be a SIGBUS
+                # at a later write.
                 os.posix_fallocate(file, 0, length)
                 if content is not None:
                     _write(file, content)
-                flags = mmap.PROT_READ | mmap.PROT_WRITE
-                address = _libc.mmap(None, length, flags, mmap.MAP_SHARED, file, 0)
+                protection = mmap.PROT_READ | mmap.PROT_WRITE
+                address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, file, 0)
                 number = ctypes.get_errno()
             finally:
                 os.close(file)
@@ -169,11 +181,12 @@ class Disk:
 def mapped_view(file: int, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
     """Return a tensor whose values are in an open file, from byte `offset` on.
 
-    Values are read on access. Writes stay in this process's memory; the file does not change.
+    Values are read on access. The mapping is private (copy-on-write): writes stay in this process's
+    memory, and the file does not change.
 
     Args:
         file: Descriptor of the file.
-        offset: A multiple of the dtype's size.
+        offset: Offset in bytes, a multiple of the dtype's size.
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
 
@@ -185,10 +198,10 @@ def mapped_view(file: int, offset: int, shape: Iterable[int], dtype: torch.dtype
         return torch.empty(size, dtype=dtype)
     before = offset % mmap.PAGESIZE
     length = before + size.numel() * dtype.itemsize
-    # Without reserving memory for all pages that could be written.
+    # NORESERVE: no memory is reserved for pages that could be written.
     flags = mmap.MAP_PRIVATE | _NORESERVE
-    rights = mmap.PROT_READ | mmap.PROT_WRITE
-    address = _libc.mmap(None, length, rights, flags, file, offset - before)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, length, protection, flags, file, offset - before)
     if address in (None, ctypes.c_void_p(-1).value):
         reason = os.strerror(ctypes.get_errno())
         raise DiskError(f"{length / 1e9:.3g} GB of a file cannot be mapped: {reason}")
@@ -231,8 +244,8 @@ def _unmap(address: int, length: int) -> None:
         _libc.munmap(address, length)
 
 
-def _usual() -> Path:
-    """Return the first usual folder that is on a disk. Raises DiskError if there is none."""
+def _default_folder() -> Path:
+    """Return the first default folder that is on a disk. Raises DiskError if there is none."""
     tried = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]
     for folder in tried:
         if os.access(folder, os.W_OK) and kind_of(folder) not in _IN_MEMORY:
@@ -265,20 +278,24 @@ def kind_of(folder: Path) -> str:
     return best[1]
 
 
-class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that releases used mapped tensors and moves new tensors to the disk.
+class _MappingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that releases used mapped tensors, and moves new large tensors to files.
 
-    Tensors are released a window at a time. disk: None moves nothing. least: bytes of the smallest
-    tensor that is moved. spared: bytes that are
-    created in memory before the first file.
+    All resident tensors are released at once, when they have `WINDOW` bytes.
+
+    Args:
+        disk: folder for new tensors; None leaves new tensors in memory.
+        least: minimum bytes of a tensor that is moved.
+        memory_budget: bytes of new large tensors that may stay in memory. A tensor larger than the
+            remaining budget is moved, and later, smaller tensors may still stay.
     """
 
-    def __init__(self, disk: Disk | None, least: int, spared: int = 0) -> None:
+    def __init__(self, disk: Disk | None, least: int, memory_budget: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.disk = disk
         self.least = least
-        self.spared = spared
-        # Addresses of resident mappings, with their bytes.
+        self.memory_budget = memory_budget
+        # Bytes of each mapping that was used since the last release, by its address.
         self._resident: dict[int, int] = {}
         self._nbytes = 0
 
@@ -287,53 +304,54 @@ class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         given = kwargs or {}
         result = func(*args, **given)
-        known = {_storage(tensor) for tensor in _tensors((args, given))}
+        known = {_storage_address(tensor) for tensor in _tensors((args, given))}
         for address in known & _segments.keys():
-            self._note(address)
+            self._mark_resident(address)
         if self.disk is not None and any(map(self._is_large, _tensors(result))):
-            result = self._moved(func._schema.name, result, known, self.disk)
+            result = self._moved_to_disk(func._schema.name, result, known, self.disk)
         if self._nbytes >= WINDOW:
-            self.release()
+            self.release_resident()
         return result
 
-    def _moved(self, name: str, result: Any, known: set[int], disk: Disk) -> Any:
+    def _moved_to_disk(self, name: str, result: Any, known: set[int], disk: Disk) -> Any:
         """Return an operation's result, moved to the disk. known: addresses of its inputs."""
-        values = name not in _UNSET and name not in _ZERO
+        values = name not in _UNDEFINED_VALUES and name not in _ZERO_VALUES
         moved: dict[int, Tensor] = {}
 
         def move(tensor: Tensor) -> Tensor:
             # A tensor that shares memory with an input is not new: a view, or changed in place.
-            if not self._is_large(tensor) or _storage(tensor) in known:
+            if not self._is_large(tensor) or _storage_address(tensor) in known:
                 return tensor
             nbytes = tensor.untyped_storage().nbytes()
-            if nbytes <= self.spared:
-                self.spared -= nbytes
+            if nbytes <= self.memory_budget:
+                self.memory_budget -= nbytes
                 return tensor
             if id(tensor) not in moved:
                 moved[id(tensor)] = disk.place(tensor, values)
-                self._note(_storage(moved[id(tensor)]))
+                self._mark_resident(_storage_address(moved[id(tensor)]))
             return moved[id(tensor)]
 
         return tree_map_only(Tensor, move, result)
 
-    def _note(self, address: int) -> None:
-        """Record that the mapping at `address` is resident now."""
+    def _mark_resident(self, address: int) -> None:
+        """Record that an operation has used the mapping at `address`, so that it is resident."""
         if address not in self._resident:
             nbytes = _segments.get(address, 0)
             self._resident[address] = nbytes
             self._nbytes += nbytes
 
-    def release(self) -> None:
-        """Release all resident mappings."""
+    def release_resident(self) -> None:
+        """Release the pages of all resident mappings."""
         with _lock:
             for address in self._resident:
-                # The mapping may have been released, and another mapping may be at the address.
+                # The tensor may have been deleted and its mapping removed.
                 if address in _segments:
                     _libc.madvise(address, _segments[address], mmap.MADV_DONTNEED)
         self._resident.clear()
         self._nbytes = 0
 
     def _is_large(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is moved if it is new: a large CPU tensor in ordinary memory."""
         return (
             type(tensor) is Tensor
             and tensor.device.type == "cpu"
@@ -348,10 +366,14 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
-def _storage(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0 if it has none or cannot be known."""
+def _storage_address(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage, which its views share.
+
+    0 for a tensor without memory, or of an unknown type.
+    """
     kind = type(tensor)
-    # Other tensors, such as those of a trace, may have no memory; asking can end the process.
+    # Tensors of other types, such as fake tensors, may have no memory, and data_ptr() of such a
+    # tensor can crash the process.
     if kind is not Tensor and (nn.Parameter not in kind.__mro__ or is_lazy(tensor)):
         return 0
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -360,58 +382,66 @@ def _storage(tensor: Tensor) -> int:
 
 
 @contextmanager
-def mapped(disk: Disk, least: int = LEAST, spared: int = 0) -> Iterator[Disk]:
+def mapped(disk: Disk, least: int = LEAST, memory_budget: int = 0) -> Iterator[Disk]:
     """Context manager in which tensors of `least` bytes or more are created in files.
 
     It applies to tensors that this thread creates on the CPU. Views, tensors that are changed in
-    place, and tensors of other threads stay in place, and so do the first `spared` bytes. Used
-    tensors leave memory, as in `releasing_used_pages`.
+    place, and tensors of other threads are not moved. Used mapped tensors leave memory, as in
+    `releasing_used_pages`. memory_budget: bytes of large tensors that are created in memory before
+    tensors go to files.
     """
-    with _entered(_Mapping(disk, least, spared)):
+    with _entered_mode(_MappingMode(disk, least, memory_budget)):
         yield disk
 
 
 @contextmanager
 def releasing_used_pages() -> Iterator[None]:
-    """Context manager in which mapped tensors that this thread uses leave memory in windows."""
-    with _entered(_Mapping(None, 0)):
+    """Context manager in which mapped tensors leave memory after their use by this thread.
+
+    They leave together, whenever tensors of `WINDOW` bytes have been used.
+    """
+    with _entered_mode(_MappingMode(None, 0)):
         yield
 
 
 @contextmanager
-def _entered(mapping: _Mapping) -> Iterator[None]:
+def _entered_mode(mapping: _MappingMode) -> Iterator[None]:
     try:
         # The first mode of a process would load the compiler, which takes seconds.
         with deferred_compiler(), mapping:
             yield
     finally:
-        mapping.release()
+        mapping.release_resident()
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Return whether a tensor is in a file."""
-    return _storage(tensor) in _segments or _storage(tensor) in _views
+    """Return whether a tensor is in a file: of `Disk`, or given to `mapped_view`."""
+    return _storage_address(tensor) in _segments or _storage_address(tensor) in _views
 
 
 @torch.no_grad()
 def move_views_to_files(tensors: Iterable[Tensor]) -> None:
-    """Move tensors that are views of given files to new files, to which writes go.
+    """Move tensors of `mapped_view` to new files of `Disk`, so that writes go to a file.
 
-    The tensor objects stay the same. Raises DiskError if there is no disk for them.
+    The tensor objects stay the same. Raises DiskError if there is no disk.
     """
     for tensor in tensors:
-        if _storage(tensor) in _views:
+        if _storage_address(tensor) in _views:
             tensor.data = Disk().place(tensor)
             release_pages([tensor])
 
 
 def release_pages(tensors: Iterable[Tensor]) -> None:
-    """Let the pages of mapped tensors leave this process; the system writes them to their files."""
+    """Let the pages of mapped tensors leave memory; the values stay.
+
+    The system writes changed pages of a file of `Disk` to the file, and changed pages of a
+    `mapped_view` to the swap space.
+    """
     _advise(tensors, mmap.MADV_DONTNEED)
 
 
 def read_pages_ahead(tensors: Iterable[Tensor]) -> None:
-    """Ask the system to read the pages of mapped tensors."""
+    """Ask the system to read the pages of mapped tensors in the background."""
     _advise(tensors, mmap.MADV_WILLNEED)
 
 
@@ -419,7 +449,7 @@ def release_all_pages() -> None:
     """Release the pages of all mapped tensors."""
     with _lock:
         for address, length in list(_segments.items()):
-            # An array may have been collected since the list was made.
+            # A tensor may have been deleted since the list was made.
             if address in _segments:
                 _libc.madvise(address, length, mmap.MADV_DONTNEED)
         for address, length in list(_views.values()):
@@ -429,37 +459,41 @@ def release_all_pages() -> None:
 def _advise(tensors: Iterable[Tensor], advice: int) -> None:
     for tensor in tensors:
         # The tensor keeps its mapping alive during the call.
-        address = _storage(tensor)
+        address = _storage_address(tensor)
         length = _segments.get(address)
         if length is not None:
             _libc.madvise(address, length, advice)
         elif address in _views:
-            # Written pages of a view exist only in memory: they must not be discarded.
+            # Written pages of a `mapped_view` exist only in memory and must not be discarded.
             own = _PAGE_OUT if advice == mmap.MADV_DONTNEED else advice
             _libc.madvise(*_views[address], own)
 
 
-def in_own_file(tensor: Tensor) -> bool:
-    """Return whether a tensor is in a file of `Disk`, which stores writes."""
-    return _storage(tensor) in _segments
+def is_on_disk(tensor: Tensor) -> bool:
+    """Return whether a tensor is in a file of `Disk`, to which writes go.
+
+    False for a tensor of `mapped_view`, whose writes stay in memory.
+    """
+    return _storage_address(tensor) in _segments
 
 
-def bytes_with_owner(tensor: Tensor, held: Any) -> Tensor:
-    """Return the bytes of a mapped tensor, as a tensor whose storage keeps an object alive.
+def bytes_with_owner(tensor: Tensor, owner: Any) -> Tensor:
+    """Return the bytes of a mapped tensor, as a uint8 tensor whose storage keeps `owner` alive.
 
-    The release of `held` shows that no tensor derived from the result uses the memory any more.
+    `owner` is deleted once no view of the result exists: a finalizer of `owner` tells the caller
+    that the memory is no longer in use.
     """
     array: Any = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-    array.held = held
+    array.owner = owner
     return torch.frombuffer(array, dtype=torch.uint8)
 
 
 def pages_of(tensor: Tensor) -> tuple[int, int] | None:
     """Return (address, bytes) of the whole pages that contain the elements of a tensor of `Disk`.
 
-    None for a tensor in other memory, also in a given file, or without elements.
+    None for a tensor that is not in a file of `Disk`, or has no elements.
     """
-    if not in_own_file(tensor) or not tensor.numel():
+    if not is_on_disk(tensor) or not tensor.numel():
         return None
     spans = zip(tensor.shape, tensor.stride(), strict=True)
     elements = 1 + sum((size - 1) * stride for size, stride in spans)
@@ -470,5 +504,5 @@ def pages_of(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def advise(address: int, length: int, advice: int) -> None:
-    """Advise the system about pages; the system ignores unknown advice."""
+    """Call madvise for pages. The system ignores unknown advice."""
     _libc.madvise(address, length, advice)

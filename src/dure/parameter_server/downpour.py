@@ -143,9 +143,9 @@ class Downpour(Strategy):
             compression=self.compression,
             accumulate=self.accumulate,
             pace=Pace(self.fetch_every, self.push_every, self.overlap),
-            partitions=self.partitions,
+            stages=self.partitions,
             microbatches=self.microbatches,
-            partition=self.partition,
+            data_partition=self.partition,
             warm_start=self.warm_start,
             gamma=self.gamma,
             alpha=self.alpha,
@@ -153,7 +153,7 @@ class Downpour(Strategy):
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
         if self.partitions > 1:
-            return self.plan.pipe.parallel.cannot(part, kind)
+            return self.plan.pipeline.parallel.cannot(part, kind)
         return CANNOT.get(part)
 
     def check(self, task: Task, workers: int | None) -> None:
@@ -213,7 +213,7 @@ class Downpour(Strategy):
         part = len(task.train) // self.replicas if self.batch_size is None else self.batch_size
         check_reached(task, model, part, self.plan.skips(task, model))
         if self.partitions > 1:
-            self.plan.pipe.check(task, model)
+            self.plan.pipeline.check(task, model)
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         """Run the stages of a divided replica and the undivided model side by side.
@@ -223,7 +223,7 @@ class Downpour(Strategy):
         self.check_model(task, model, workers)
         if self.partitions == 1:
             return None
-        return self.plan.pipe.parallel.prove(task, model, self.partitions)
+        return self.plan.pipeline.parallel.prove(task, model, self.partitions)
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Check that replicas support the conditions; raises ValueError if not."""

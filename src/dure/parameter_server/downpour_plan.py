@@ -1,4 +1,10 @@
-"""Plan of a run of Downpour SGD: servers, and replicas that train on their own data."""
+"""Plan of a run of Downpour SGD: servers, and replicas that train on their own data.
+
+A worker computes gradients, as a rank or simulated. An undivided replica is a single worker, and so
+is every replica in a simulation. A replica of p stages is a pipeline of p workers: stage k of
+replica r is worker r·p + k. The workers of the same stage form a group of the plan, and a group
+exchanges the keys of its stage with the servers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ from dure.parameter_server.optimizer import OptimizerRecipe
 from dure.parameter_server.plan import ParameterServerPlan, recipe_of
 from dure.parameter_server.replica import Pace
 from dure.parameter_server.shard import Terms
-from dure.parameter_server.stages import ReplicaPipeline, StageKeys, cut_at, stage_at
+from dure.parameter_server.stages import ReplicaPipeline, StageKeys, cut_at_stages, stage_of
 from dure.tasks.batch_norm import needs_two
 
 
@@ -31,76 +37,82 @@ class DownpourPlan(ParameterServerPlan):
     """Plan whose workers are replicas, or the stages of replicas.
 
     Args:
-        pace: intervals of fetches and pushes.
-        partitions: as in `Downpour`.
-        microbatches: as in `Downpour`.
-        partition: as in `Downpour`.
-        warm_start: as in `Downpour`.
-        gamma: as in `Downpour`.
-        alpha: as in `Downpour`.
-        runs: keys of each stage if each stage has a worker (`made_for`); the workers of a stage
-            then
-            form a group, and stage k of replica r is worker r·p + k. Empty for undivided replicas.
+        pace: steps between fetches, and between pushes (n_fetch, n_push).
+        stages: pipeline stages of each replica; `Downpour.partitions`.
+        microbatches: microbatches of a replica's batch, if a replica has several stages.
+        data_partition: division of the training examples over replicas; `Downpour.partition`.
+        warm_start: steps that the first replica makes alone, before the others begin.
+        gamma: rate of Adagrad at the servers, in place of the task's optimizer; None for the task's
+            optimizer.
+        alpha: learning rate of the replicas' own steps; None for the task's learning rate.
+        stage_keys: key ranges of the stages, each with its stage (`made_for`); empty if replicas
+            are undivided.
     """
 
     pace: Pace
-    partitions: int
+    stages: int
     microbatches: int
-    partition: Partition
+    data_partition: Partition
     warm_start: int
     gamma: float | None
     alpha: float | None
-    runs: tuple[StageKeys, ...] = ()
+    stage_keys: tuple[StageKeys, ...] = ()
 
     copies_field: ClassVar[str] = "copies"
 
     def made_for(self, task: Task, model: nn.Module) -> DownpourPlan:
-        # Each stage of each divided replica has a worker.
-        if self.partitions == 1:
+        """Return the plan for a model, with a worker for each stage of each replica."""
+        if self.stages == 1:
             return self
-        stages = range(self.partitions)
-        firsts = range(0, len(self.workers) * self.partitions, self.partitions)
+        stages = range(self.stages)
+        first_workers = range(0, len(self.workers) * self.stages, self.stages)
         return replace(
             self,
-            groups=tuple(tuple(first + stage for first in firsts) for stage in stages),
-            runs=self.pipe.runs(task, model),
+            groups=tuple(tuple(first + stage for first in first_workers) for stage in stages),
+            stage_keys=self.pipeline.stage_keys(task, model),
         )
 
     @property
-    def pipe(self) -> ReplicaPipeline:
+    def pipeline(self) -> ReplicaPipeline:
         """Division of each replica into stages."""
-        return ReplicaPipeline(self.partitions, self.microbatches, self.batch_size)
+        return ReplicaPipeline(self.stages, self.microbatches, self.batch_size)
 
     @property
     def workers(self) -> list[int]:
         return sorted(super().workers)
 
     def replica_of(self, worker: int) -> int:
-        """Return the number of a worker's replica."""
+        """Return the index of a worker's replica."""
         return worker // len(self.groups)
 
-    def together(self, replica: int) -> list[int]:
-        """Return the workers of a replica, by stage."""
+    def workers_of_replica(self, replica: int) -> list[int]:
+        """Return the workers of a replica, in the order of stages."""
         stages = len(self.groups)
         return list(range(replica * stages, (replica + 1) * stages))
 
     def companions(self, worker: int) -> list[int]:
-        return [other for other in self.together(self.replica_of(worker)) if other != worker]
+        """Return the workers of the other stages of the worker's replica."""
+        return [
+            other for other in self.workers_of_replica(self.replica_of(worker)) if other != worker
+        ]
 
     def keys(self, model: nn.Module) -> list[list[KeyRange]]:
+        """Return the key ranges of each server; each range belongs to a single stage."""
         ranges = super().keys(model)
-        return [cut_at(self.runs, each) for each in ranges] if self.runs else ranges
+        return (
+            [cut_at_stages(self.stage_keys, each) for each in ranges] if self.stage_keys else ranges
+        )
 
     def portions(self, worker: int, shards: Sequence[KeyRange]) -> list[tuple[int, int, int]]:
-        """Return the portions that a worker fetches and pushes.
+        """Return (shard, first key, last key + 1) of the keys that a worker fetches and pushes.
 
-        (shard, first key, last key + 1).
+        The keys are those of the worker's stage. shards: key ranges of all shards, in order.
         """
         stage = worker % len(self.groups)
         return [
             (number, keys.start, keys.stop)
             for number, keys in enumerate(shards)
-            if not self.runs or stage_at(self.runs, keys) == stage
+            if not self.stage_keys or stage_of(self.stage_keys, keys) == stage
         ]
 
     @property
@@ -110,20 +122,22 @@ class DownpourPlan(ParameterServerPlan):
 
     @property
     def shares_data(self) -> bool:
+        """Whether workers share batches: no, each replica has its own examples."""
         return False
 
     @property
     def teams(self) -> list[Sequence[int]]:
-        return [self.together(replica) for replica in range(self.replicas_of_model)]
+        """Workers of each replica, which must have made equally many steps at a graceful stop."""
+        return [self.workers_of_replica(replica) for replica in range(self.replicas_of_model)]
 
-    def until(self, worker: int, batches: int) -> int:
-        # The first replica makes the steps of the warm start in addition.
+    def worker_batches(self, worker: int, batches: int) -> int:
+        """Return `batches`, and in addition the steps of the warm start for the first replica."""
         return batches + (self.warm_start if self.replica_of(worker) == 0 else 0)
 
     def parts(self, model: nn.Module, examples: Examples, seed: int) -> Sequence[ClientExamples]:
-        """Return the data of each replica."""
+        """Return the training examples of each replica, with their batches."""
         return divide(
-            self.partition,
+            self.data_partition,
             self.replicas_of_model,
             examples,
             self.batch_size,
@@ -132,10 +146,15 @@ class DownpourPlan(ParameterServerPlan):
         )
 
     def steps_per_epoch(self, computing: GradientComputation) -> int:
+        """Return the batches in a pass over the examples of the replica with the most batches."""
         parts = self.parts(computing.model, computing.examples, computing.seed)
         return max(part.batches.steps_per_epoch for part in parts)
 
     def terms(self, task: Task, model: nn.Module) -> Terms:
+        """Return the terms on which a server applies pushes: optimizer, schedule, decoder.
+
+        Staleness is unbounded. Raises ValueError as `adagrad`.
+        """
         schedule: Callable[[int], float] | None = None
         if task.lr_schedule is not None:
             schedule = partial(factor_at, task.lr_schedule)
@@ -146,6 +165,7 @@ class DownpourPlan(ParameterServerPlan):
         return Terms(recipe=recipe, staleness=None, schedule=schedule, coding=coding)
 
     def gradients(self, task: Task, model: nn.Module, seed: int) -> GradientComputation:
+        """Return the gradient computation of a replica; each batch is a step of its own."""
         return GradientComputation(
             task,
             model,
@@ -164,15 +184,19 @@ class DownpourPlan(ParameterServerPlan):
         return self.gamma is not None or recipe_of(task, model).plain
 
     def local_step(self, task: Task, model: nn.Module, keys: Sequence[KeyRange]) -> LocalStep:
-        """Return the function for a replica's own steps on weights of these keys."""
+        """Return the function of the SGD steps that a replica makes on its weights between fetches.
+
+        keys: key ranges of the weights, one for each tensor.
+        """
         schedule = None if task.lr_schedule is None else partial(factor_at, task.lr_schedule)
         return LocalStep(recipe_of(task, model), keys, self.alpha, schedule)
 
 
 def adagrad(recipe: OptimizerRecipe, gamma: float) -> OptimizerRecipe:
-    """Return the recipe of Downpour's Adagrad over the keys of another optimizer's recipe.
+    """Return a recipe with Downpour's Adagrad in place of the optimizer of `recipe`.
 
-    Raises ValueError for settings of that optimizer that Adagrad would ignore.
+    The parameter groups stay the same, and each has the learning rate gamma. Raises ValueError for
+    settings of the replaced optimizer that Adagrad would ignore.
     """
     for name in ("weight_decay", "maximize"):
         if any(group.get(name) for group in recipe.groups):

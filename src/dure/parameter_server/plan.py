@@ -98,8 +98,11 @@ class ParameterServerPlan:
         """Workers that must have made equally many steps at a graceful stop."""
         return [] if self.deals else list(self.groups)
 
-    def until(self, worker: int, batches: int) -> int:
-        """Return a worker's first batch after a round, given the group's batches until then."""
+    def worker_batches(self, worker: int, batches: int) -> int:
+        """Return the batches of a worker until the end of a round.
+
+        batches: batches of the worker's group until then.
+        """
         return batches
 
     def steps_per_epoch(self, computing: GradientComputation) -> int:

@@ -107,7 +107,7 @@ class SimulatedReplicas(Learner):
         self.replicas = {
             number: self._replica(number, clocks.get(number, 0)) for number in self.plan.workers
         }
-        machines = self.plan.partitions
+        machines = self.plan.stages
         for number, replica in self.replicas.items():
             device = self.conditions.devices.of(number, self.seed)
             link = NodeLink(out=machines * device.up, into=machines * device.down)
@@ -128,7 +128,7 @@ class SimulatedReplicas(Learner):
         def compute(step: int, weights: Sequence[Tensor], now: float) -> VirtualJob:
             return self._compute(number, step, weights, now)
 
-        done = self.plan.until(number, self.round * self.period) if self.round else 0
+        done = self.plan.worker_batches(number, self.round * self.period) if self.round else 0
         return DownpourReplica(
             side, self.plan.pace, self.virtual.values(), compute, self.move, done
         )
@@ -147,7 +147,7 @@ class SimulatedReplicas(Learner):
 
     def _seconds(self, number: int, examples: int) -> float:
         """Return a replica's duration for this number of examples."""
-        machines = self.plan.partitions
+        machines = self.plan.stages
         pieces = max(1, min(self.plan.microbatches, examples))
         speed = machines * self.conditions.devices.of(number, self.seed).examples_per_second
         return examples / speed * (pieces + machines - 1) / pieces
@@ -183,7 +183,7 @@ class SimulatedReplicas(Learner):
     def _meet(self, steps: int) -> None:
         """Run every replica until the end of a round after so many steps."""
         for number, replica in self.replicas.items():
-            replica.grant(self.plan.until(number, steps))
+            replica.grant(self.plan.worker_batches(number, steps))
         before = generators_state()
         met = self.virtual.network.run(self._all_met, math.inf)
         restore_generators(before)

@@ -27,7 +27,7 @@ from dure.tensors.flat import by_dtype, trainable_parameters
 
 
 class StageKeys(NamedTuple):
-    """Neighbouring keys of a stage, with the names of their parameters in order."""
+    """Range of neighbouring keys of a stage, with the names of their parameters in order."""
 
     keys: KeyRange
     stage: int
@@ -38,7 +38,7 @@ class StageKeys(NamedTuple):
 class ReplicaPipeline:
     """Division of each replica into stages; equal on all ranks, since nothing is measured."""
 
-    partitions: int
+    stages: int
     microbatches: int
     batch_size: int | None
 
@@ -46,7 +46,7 @@ class ReplicaPipeline:
     def parallel(self) -> Parallel:
         """Replica as a mesh with a single axis."""
         return Parallel(
-            mesh=Mesh(pipeline=self.partitions),
+            mesh=Mesh(pipeline=self.stages),
             batch_size=self.batch_size,
             microbatches=self.microbatches,
         )
@@ -56,16 +56,16 @@ class ReplicaPipeline:
         buffers = BufferNames(model).names
         if buffers:
             raise ValueError(
-                f"partitions is {self.partitions}, but the model has buffers, such as "
+                f"partitions is {self.stages}, but the model has buffers, such as "
                 f"{buffers[0]}, which servers do not hold and each stage might change: use "
                 "partitions=1"
             )
         cut = self.parallel.checked(task, model)
         assert isinstance(cut, CutModel)
-        runs_of(model, cut.holders)
+        stage_keys_of(model, cut.holders)
 
-    def runs(self, task: Task, model: nn.Module) -> tuple[StageKeys, ...]:
-        """Return the keys of the stages, in order.
+    def stage_keys(self, task: Task, model: nn.Module) -> tuple[StageKeys, ...]:
+        """Return the key ranges of all stages, in ascending order of keys.
 
         Raises ValueError for a parameter that several stages use.
         """
@@ -73,17 +73,20 @@ class ReplicaPipeline:
         cut = CutModel(
             model,
             sample=partial(sample, train),
-            stages=self.partitions,
+            stages=self.stages,
             examples=self.parallel.examples(len(train)),
         )
         cut.decide(cut.choose(None, "estimated"))
-        return runs_of(model, cut.holders)
+        return stage_keys_of(model, cut.holders)
 
 
-def runs_of(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> tuple[StageKeys, ...]:
-    """Return the runs of a model's keys. `holders` are the stages that use each parameter."""
+def stage_keys_of(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> tuple[StageKeys, ...]:
+    """Return a model's key ranges with their stages, in ascending order of keys.
+
+    `holders` are the stages that use each parameter.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    runs: list[StageKeys] = []
+    found: list[StageKeys] = []
     for vector, parameters in enumerate(by_dtype(trainable_parameters(model)).values()):
         start = 0
         for parameter in parameters:
@@ -96,30 +99,30 @@ def runs_of(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> tuple[Sta
                 )
             keys = KeyRange(vector, start, start + parameter.numel())
             start = keys.stop
-            last = runs[-1] if runs else None
+            last = found[-1] if found else None
             if last is not None and (last.keys.vector, last.stage) == (vector, stages[0]):
                 joined = KeyRange(vector, last.keys.start, keys.stop)
-                runs[-1] = StageKeys(joined, stages[0], (*last.names, name))
+                found[-1] = StageKeys(joined, stages[0], (*last.names, name))
             else:
-                runs.append(StageKeys(keys, stages[0], (name,)))
-    return tuple(runs)
+                found.append(StageKeys(keys, stages[0], (name,)))
+    return tuple(found)
 
 
-def cut_at(runs: Sequence[StageKeys], ranges: Sequence[KeyRange]) -> list[KeyRange]:
+def cut_at_stages(stage_keys: Sequence[StageKeys], ranges: Sequence[KeyRange]) -> list[KeyRange]:
     """Return the ranges, cut where the stage changes."""
     return [
-        KeyRange(keys.vector, max(keys.start, run.keys.start), min(keys.stop, run.keys.stop))
+        KeyRange(keys.vector, max(keys.start, part.keys.start), min(keys.stop, part.keys.stop))
         for keys in ranges
-        for run in runs
-        if run.keys.vector == keys.vector
-        and max(keys.start, run.keys.start) < min(keys.stop, run.keys.stop)
+        for part in stage_keys
+        if part.keys.vector == keys.vector
+        and max(keys.start, part.keys.start) < min(keys.stop, part.keys.stop)
     ]
 
 
-def stage_at(runs: Sequence[StageKeys], keys: KeyRange) -> int:
-    """Return the stage of keys that are within a single run."""
+def stage_of(stage_keys: Sequence[StageKeys], keys: KeyRange) -> int:
+    """Return the stage of keys that belong to a single stage."""
     return next(
-        run.stage
-        for run in runs
-        if run.keys.vector == keys.vector and run.keys.start <= keys.start < run.keys.stop
+        part.stage
+        for part in stage_keys
+        if part.keys.vector == keys.vector and part.keys.start <= keys.start < part.keys.stop
     )

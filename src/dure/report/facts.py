@@ -68,7 +68,7 @@ def _rank(facts: Mapping[str, Any], worker: Mapping[str, Any], name: str) -> Ran
         held=numbers(facts["held"]),
         peak_memory=number(worker.get("peak_memory")) or None,
         # Per step; None if no layer is divided.
-        inside=seconds / steps if seconds and steps else None,
+        layer_collective_seconds=seconds / steps if seconds and steps else None,
         schedule=text_of(facts.get("schedule")),
     )
 

@@ -111,7 +111,8 @@ class RankFacts:
     """Facts of a rank of a mesh.
 
     at: data, pipeline and tensor index. held: bytes of parameters, gradients, optimizer and
-    buffers. inside: seconds of collectives in its layers, per step.
+    buffers. layer_collective_seconds: seconds per step in the collectives of divided
+    layers, as in tensor parallelism; None if no layer is divided.
     """
 
     name: str
@@ -119,7 +120,7 @@ class RankFacts:
     stages: Sequence[StageFacts]
     held: Mapping[str, float]
     peak_memory: float | None
-    inside: float | None
+    layer_collective_seconds: float | None
     schedule: str | None
 
 

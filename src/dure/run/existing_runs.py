@@ -29,7 +29,7 @@ from dure.run.compare import COMPARISON, Comparison, execute_and_record, write_c
 from dure.run.config import run_request_in
 from dure.run.train import all_callbacks, reload_task, resume
 from dure.run.trusted_code import ReferenceGuard
-from dure.worlds.launcher_environment import leads_here
+from dure.worlds.launcher_environment import is_leader_process
 
 
 def _ignore(label: str, event: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ def resume_comparison(
             )
         if execute_and_record(program, told, done) == "interrupt":
             break
-    if not leads_here():
+    if not is_leader_process():
         return done
     return dataclasses.replace(done, report=write_comparison_files(path, asked, names, done))
 

@@ -57,10 +57,10 @@ from dure.tasks.dtypes import check_dtypes
 from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
 from dure.tasks.parts import check_whole, parts_of
 from dure.tensors.supported import check_supported
-from dure.worlds.launcher_environment import leads_here
+from dure.worlds.launcher_environment import is_leader_process
 from dure.worlds.processes.fork_server import server
 
-server.begins_with("dure.run.drive")  # what a rank runs
+server.import_at_start("dure.run.drive")  # what a rank runs
 
 Kind = TypeVar("Kind", Strategy, World)
 
@@ -261,7 +261,7 @@ def resume(
     ask = ReferenceGuard(path, config, named)
     task, strategy, world = reload_run(path, asked, ask, task, strategy, world)
     task = _with_weights(path, task, asked, weights)
-    if leads_here():
+    if is_leader_process():
         _tell_of_versions(path, asked)
     # If the user passed no object, every error stems from config.json.
     alone = not any(isinstance(one, (Task, Strategy, World)) for one in again.values())

@@ -1,16 +1,18 @@
 """Exponential moving average of the trained weights (`Task.ema`).
 
-After step t, or round t, of the learner's own count
+With the trained weights w_t after t steps, or rounds (`Learner.unit`), and the decay d:
 
     e_1 = w_1        e_t = d·e_(t-1) + (1 - d)·w_t
 
-as in torch.optim.swa_utils.AveragedModel. The average e is evaluated, written as the model and
-returned; w is trained. Checkpoints contain both, so that a resumed run continues both. Buffers,
-such as batch-norm statistics, are those of the model.
+as in torch.optim.swa_utils.AveragedModel with `get_ema_multi_avg_fn`. The average e is evaluated,
+written as the model and returned; w is trained. Checkpoints contain both, so that a resumed run
+continues both. Buffers, such as batch-norm statistics, are those of the model.
 
-Nothing travels: every rank averages its own weights. The average takes as much memory again.
+No message is sent: every rank averages the tensors that it trains. The average takes as much memory
+as these tensors.
 
-Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging".
+Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging", with
+exponential weights in place of uniform weights.
 """
 
 from __future__ import annotations
@@ -38,15 +40,19 @@ def with_average(learner: Learner, decay: float | None, group: Group) -> Learner
 
 
 class AveragedLearner(Learner):
-    """A learner that trains as before, but evaluates and returns the average of its weights."""
+    """Wrapper of a learner that evaluates and returns the average of the learner's weights.
+
+    All other members are those of the wrapped learner (`Learner`).
+    """
 
     def __init__(self, learner: Learner, decay: float, group: Group) -> None:
         self.learner = learner
         self.decay = decay
         self.group = group
-        self.taken = 0
-        """Number of steps or rounds in the average."""
-        # Learners count in units of their own; `units_per_epoch` and `examples` may change.
+        self.averaged_units = 0
+        """Number of units (steps or rounds) in the average."""
+        # Constants of the wrapped learner. `units_per_epoch` and `examples` may change in a run:
+        # they are properties.
         self.unit = learner.unit
         self.where = learner.where
         self.rank_state_differs = learner.rank_state_differs
@@ -54,7 +60,7 @@ class AveragedLearner(Learner):
         self.elsewhere = learner.elsewhere
         self.resizes = learner.resizes
         self.by_parts = learner.by_parts
-        self._trained = dict(learner.averages())
+        self._trained = dict(learner.averaged_tensors())
         with torch.no_grad():
             self._average = {name: one.detach().clone() for name, one in self._trained.items()}
 
@@ -70,62 +76,66 @@ class AveragedLearner(Learner):
         return self.learner.flops_per_step()
 
     def advance(self, control_flags: int) -> StepResult:
-        progress = self.learner.advance(control_flags)
-        if progress.whole:
+        result = self.learner.advance(control_flags)
+        if result.whole:
             started = time.perf_counter()
-            self._take()
+            self._update_average()
             ended = time.perf_counter()
-            self.group.meter.compute("average", started, ended, self.taken)
-        return progress
+            self.group.meter.compute("average", started, ended, self.averaged_units)
+        return result
 
     @torch.no_grad()
-    def _take(self) -> None:
-        self.taken += 1
+    def _update_average(self) -> None:
+        self.averaged_units += 1
         averages = list(self._average.values())
         trained = list(self._trained.values())
-        if self.taken == 1:
+        if self.averaged_units == 1:
             torch._foreach_copy_(averages, trained)
         else:
             torch._foreach_lerp_(averages, trained, 1 - self.decay)
 
     @contextmanager
-    def _shown(self) -> Iterator[None]:
-        """Context manager: swap the average into the learner's weights, a tensor at a time."""
-        if self.taken == 0:
+    def _average_swapped_in(self) -> Iterator[None]:
+        """Context manager in which the learner's weights have the values of the average."""
+        if self.averaged_units == 0:
             yield
             return
-        self._exchange()
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        with self.learner.changing_averages():
+    def _swap(self) -> None:
+        """Exchange the values of the trained weights and of the average, a tensor at a time."""
+        with self.learner.changing_averaged_tensors():
             for name, trained in self._trained.items():
                 kept = trained.detach().clone()
                 trained.copy_(self._average[name])
                 self._average[name].copy_(kept)
 
     def evaluate(self) -> dict[str, float]:
-        with self._shown():
+        with self._average_swapped_in():
             return self.learner.evaluate()
 
     def weights(self) -> Mapping[str, Tensor]:
-        with self._shown():
-            # After the block the same memory has the trained weights again, so copy.
-            return _apart(self.learner.weights())
+        with self._average_swapped_in():
+            # After the block the learner's memory has the trained weights again: copy.
+            return _copy_of(self.learner.weights())
 
     def state(self) -> dict[str, Any]:
-        own = {"taken": self.taken, "trained": _apart(self.learner.weights())}
+        """Return the learner's state, and the trained weights, which `weights` does not return."""
+        own = {"taken": self.averaged_units, "trained": _copy_of(self.learner.weights())}
         return {**self.learner.state(), STATE: own}
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Restore the average from `weights`, and the trained weights from `state`."""
         own = state[STATE]
         with torch.no_grad():
-            if self.learner.averages_parts:
-                # Only the learner knows which part of each tensor this rank stores.
+            if self.learner.averaged_tensors_are_parts:
+                # Only the learner knows which part of each tensor this rank stores. So the learner
+                # restores the average first, as if it were trained, and the parts are copied.
                 self.learner.restore(weights, state)
                 for name, one in self._trained.items():
                     self._average[name].copy_(one)
@@ -133,7 +143,7 @@ class AveragedLearner(Learner):
                 for name, average in self._average.items():
                     average.copy_(weights[name])
         self.learner.restore(own["trained"], state)
-        self.taken = own["taken"]
+        self.averaged_units = own["taken"]
 
     def meters(self) -> Sequence[Meter]:
         return self.learner.meters()
@@ -163,8 +173,11 @@ class AveragedLearner(Learner):
         return self.learner.facts()
 
 
-def _apart(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return copies of weights in memory, which the learner may overwrite later."""
+def _copy_of(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return copies of weights that are in memory, where the learner will overwrite them.
+
+    Weights in files (`DiskTensors`) are returned as they are: they are copies already.
+    """
     if isinstance(weights, DiskTensors):
         return weights
     return {name: one.detach().clone() for name, one in weights.items()}

@@ -71,7 +71,9 @@ class CutStages(Stages):
     def _program(self, number: int, examples: int) -> StageProgram:
         """Return the program of a stage for `examples` examples."""
         # A step is a single micro-batch, so no product accumulates into an earlier gradient.
-        return self.cut.program(number, examples, training=True, stream=self.stream, later=None)
+        return self.cut.program(
+            number, examples, training=True, stream=self.stream, gradient_handler=None
+        )
 
     def stage(self, number: int) -> Stage:
         return Stage(

@@ -102,7 +102,7 @@ class ModelPart(nn.Module):
             examples,
             training=False,
             stream=RandomStream(0, carried=False),
-            later=None,
+            gradient_handler=None,
         )
         if self._number == 0:
             given = [given[index] for index in program.inputs]
@@ -130,7 +130,11 @@ def _leaves(values: Any) -> list[Tensor]:
 def _counted_by(cut: CutModel, number: int) -> tuple[int, int, int]:
     """Return the value that counts examples, its dimension, and the size of an example there."""
     program = cut.program(
-        number, cut.examples, training=False, stream=RandomStream(0, carried=False), later=None
+        number,
+        cut.examples,
+        training=False,
+        stream=RandomStream(0, carried=False),
+        gradient_handler=None,
     )
     for place, one in enumerate(crossings(cut, number - 1)):
         if one.dim is not None:

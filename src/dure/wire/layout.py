@@ -94,8 +94,8 @@ class FederationSpec(NamedTuple):
             client processes in a round.
         holds: Whether updates stay at their clients.
         steps: Function of a client's number of examples; returns its optimizer steps in a round.
-        why_not: Function of a number of clients; returns the reason why the run cannot combine the
-            updates of at least so many clients, or None.
+        cohort_objection: Function of a number of clients; returns the reason why the run cannot
+            combine the updates of at least so many clients, or None.
     """
 
     clients: int
@@ -107,7 +107,7 @@ class FederationSpec(NamedTuple):
     samples: Callable[[int], int] = _without_end
     holds: bool = False
     steps: Callable[[int], int] = _one
-    why_not: Callable[[int], str | None] = _any
+    cohort_objection: Callable[[int], str | None] = _any
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:

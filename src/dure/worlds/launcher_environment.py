@@ -63,7 +63,7 @@ def launcher_job() -> LauncherJob:
     )
 
 
-def leads_here() -> bool:
+def is_leader_process() -> bool:
     """Return whether this process talks to the user: rank 0 under torchrun, else every process."""
     return not under_torchrun() or launcher_job().rank == 0
 

@@ -16,7 +16,7 @@ from dure.federated.aggregate import Aggregator, Krum, Mean, Median, parse
 from dure.federated.server.coordinator import Coordinator
 from dure.federated.server.pacing import BufferedPacing, Pacing, SynchronousPacing, asynchronous
 from dure.federated.server.sampling import PerClientPoisson, Poisson, Uniform
-from dure.federated.server.smallest_cohort import why_not
+from dure.federated.server.smallest_cohort import cohort_objection
 from dure.protocol.carrier import Assign, Combine
 from dure.protocol.messages import Assignment
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
@@ -218,7 +218,7 @@ PRIVATE = SynchronousPacing(1.0, PerClientPoisson())
 def test_a_client_that_asks_for_what_cannot_be_is_told_why(
     asked: int, pacing: Pacing, rule: Aggregator, sums: int | None, said: str
 ) -> None:
-    assert said in (why_not(asked, 10, pacing, rule, sums) or "")
+    assert said in (cohort_objection(asked, 10, pacing, rule, sums) or "")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_client_that_asks_for_what_cannot_be_is_told_why(
 def test_a_client_that_asks_for_what_can_be_is_taken(
     asked: int, pacing: Pacing, rule: Aggregator, sums: int | None
 ) -> None:
-    assert why_not(asked, 10, pacing, rule, sums) is None
+    assert cohort_objection(asked, 10, pacing, rule, sums) is None
 
 
 def test_a_round_waits_for_others_in_place_of_those_that_are_excluded() -> None:

@@ -27,7 +27,7 @@ from dure.wire.tensors import digest_of as digest_of_tensors
 from dure.wire.tensors import forms_of, pieces
 from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server import outbox as desk_module
+from dure.worlds.network.server import outbox as outbox_module
 from dure.worlds.network.server.access import AccessControl
 from dure.worlds.network.server.app import App
 from dure.worlds.network.server.blob_cache import BlobCache
@@ -68,7 +68,7 @@ class Target:
     def __enter__(self) -> Target:
         enter = self.ending.enter_context
         # Nobody is taken for gone meanwhile, which would be written too.
-        enter(mock.patch.object(desk_module, "GRACE", 1e9))
+        enter(mock.patch.object(outbox_module, "GRACE", 1e9))
         clock = FederationClock()
         self.journal = Journal(self.folder, clock)
         self.ending.callback(self.journal.close)
@@ -122,7 +122,13 @@ class Target:
             time.sleep(0.001)
         outbox = {
             number: (
-                *(session.name, session.examples, session.held_out, session.here, session.missing),
+                *(
+                    session.name,
+                    session.examples,
+                    session.held_out,
+                    session.available,
+                    session.missing,
+                ),
                 *(session.train, dict(session.outcomes), session.measure, list(session.sent)),
                 *(session.say, session.uploaded_answer, session.answered),
             )

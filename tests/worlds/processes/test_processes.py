@@ -255,8 +255,8 @@ def test_ranks_find_imported_what_their_parent_has_imported() -> None:
 
 
 def test_a_fork_server_imports_at_its_start_what_it_begins_with(own_server: ForkServer) -> None:
-    own_server.begins_with("tabnanny", "nowhere_to_be_found")
-    assert run(2, lambda context: "tabnanny" in sys.modules)
+    own_server.import_at_start("tabnanny", "nowhere_to_be_found")
+    assert run(2, lambda place: "tabnanny" in sys.modules)
 
 
 def test_the_fork_server_lives_on_when_it_cannot_import_a_module(

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Path = Callable[[int, int], tuple[float, float]]
-"""path(n, ranks): elements of n sent, and elements reduced, along the critical path.
+"""path(n, size): elements sent, and elements reduced, along the critical path of `size` ranks.
 
 Each rank has a separate machine, and chunks count as if N divided n.
 """
 
 
-def even_path(n: int, ranks: int) -> tuple[float, float]:
+def even_path(n: int, size: int) -> tuple[float, float]:
     """Return the path of an algorithm that divides sends and reductions evenly, like a ring."""
-    share = n * (ranks - 1) / ranks
+    share = n * (size - 1) / size
     return 2 * share, share
 
 

@@ -143,14 +143,14 @@ def rounds(size: int) -> int:
     return 2 * (power.bit_length() - 1) + 2 * (size > power)
 
 
-def path(n: int, ranks: int) -> tuple[float, float]:
+def path(n: int, size: int) -> tuple[float, float]:
     """Return `even_path` among P ranks, the largest power of two that is at most N.
 
     If N is folded, the whole tensor travels before and after in addition.
     """
-    power = power_below(ranks)
+    power = power_below(size)
     halved = n * (power - 1) / power
-    folded = n if ranks > power else 0
+    folded = n if size > power else 0
     return 2 * (halved + folded), halved + folded
 
 

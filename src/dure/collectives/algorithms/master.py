@@ -67,9 +67,9 @@ def rounds(size: int) -> int:
     return 2 * (size - 1)
 
 
-def path(n: int, ranks: int) -> tuple[float, float]:
+def path(n: int, size: int) -> tuple[float, float]:
     """Return the path: all tensors pass through the master sequentially."""
-    return 2 * (ranks - 1) * n, (ranks - 1) * n
+    return 2 * (size - 1) * n, (size - 1) * n
 
 
 ALL_REDUCE = AllReduce(

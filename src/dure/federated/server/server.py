@@ -551,7 +551,7 @@ class FederatedServer(Learner):
         self.flat.load(self.algorithm.whole(self._shown(), kept))
         self.buffers.load(self.model, model.buffers)
 
-    def averages(self) -> dict[str, Tensor]:
+    def averaged_tensors(self) -> dict[str, Tensor]:
         assert self.averaged is not None
         found: dict[str, Tensor] = {}
         for whole, named in zip(self.averaged, self.flat.names, strict=True):

@@ -4,8 +4,8 @@
 
 No model is made of updates of fewer than F clients, counted at the time of combining: a client that
 drops out, fails, is refused, or is late does not count. A round with fewer updates waits for more,
-and restarts at its deadline. `why_not` decides whether a run can ever have F clients; a client that
-requires more is rejected, so that it cannot block the others.
+and restarts at its deadline. `cohort_objection` decides whether a run can ever have F clients; a
+client that requires more is rejected, so that it cannot block the others.
 
 A rule such as Krum takes all updates and selects a few: the selected updates then count as the
 cohort (`Aggregator.least_contributors`). Under secure aggregation each sum has at least `minimum`
@@ -18,7 +18,7 @@ from dure.federated.aggregate import Aggregator
 from dure.federated.server.pacing import Pacing
 
 
-def why_not(
+def cohort_objection(
     asked: int,
     clients: int,
     pacing: Pacing,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.machine.compiler import excluded_from_compilation
-from dure.memory.mapped import in_own_file, release_pages
+from dure.memory.mapped import is_on_disk, release_pages
 from dure.memory.offload.store import MappedFileStore
 
 
@@ -57,7 +57,7 @@ def _can_move(tensor: Tensor, least: int) -> bool:
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and tensor.untyped_storage().nbytes() >= least
-        and not in_own_file(tensor)
+        and not is_on_disk(tensor)
     )
 
 
@@ -113,4 +113,4 @@ class OffloadedParameters:
 
 
 def _mapped(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return [parameter for parameter in parameters if in_own_file(parameter)]
+    return [parameter for parameter in parameters if is_on_disk(parameter)]

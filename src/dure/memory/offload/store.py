@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dure.memory.mapped import LEAST, Disk, in_own_file
+from dure.memory.mapped import LEAST, Disk, is_on_disk
 from dure.memory.offload.read_ahead import ReadAheadThread
 
 
@@ -72,10 +72,10 @@ class MappedFileStore(OffloadStore):
         self._beside = ReadAheadThread()
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        return self.disk.empty(shape, dtype)
+        return self.disk.zeros(shape, dtype)
 
     def holds(self, tensor: Tensor) -> bool:
-        return in_own_file(tensor)
+        return is_on_disk(tensor)
 
     def fetched(self, tensor: Tensor) -> Tensor:
         return tensor

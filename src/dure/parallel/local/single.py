@@ -508,7 +508,7 @@ class SingleLearner(Learner):
     def evaluate(self) -> dict[str, float]:
         return evaluate(self.task, self.model, self.test_examples, group=self.group, step=self.step)
 
-    def averages(self) -> Mapping[str, Tensor]:
+    def averaged_tensors(self) -> Mapping[str, Tensor]:
         return trainable_by_name(self.model)
 
     def weights(self) -> Mapping[str, Tensor]:

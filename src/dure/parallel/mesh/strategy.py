@@ -385,7 +385,7 @@ class ParallelLearner(Learner):
     rank_state_differs = True
     resizes = True
     by_parts = True
-    averages_parts = True
+    averaged_tensors_are_parts = True
 
     def __init__(
         self,
@@ -530,7 +530,7 @@ class ParallelLearner(Learner):
         # A schedule with separate weight gradients defers them to this list; otherwise they are
         # computed at once.
         self.remaining: DeferredGradients | None = [] if self.schedule.parts_gradients else None
-        self.later = compute_now if self.remaining is None else self.remaining.append
+        self.gradient_handler = compute_now if self.remaining is None else self.remaining.append
         stages = {number: self._stage(number) for number in held.own}
         examples = strategy.examples(len(self.train_examples))
         written: set[str] = set()
@@ -585,7 +585,11 @@ class ParallelLearner(Learner):
             number,
             last=number == self.schedule.stages - 1,
             program_for=lambda examples: cut.program(
-                number, examples, training=True, stream=self.stream, later=self.later
+                number,
+                examples,
+                training=True,
+                stream=self.stream,
+                gradient_handler=self.gradient_handler,
             ),
             structure_for=lambda examples: cut.structure(examples, True),
             loss=self._loss,
@@ -731,10 +735,10 @@ class ParallelLearner(Learner):
             if self.rank_state.step < self._trained_from.get(name, 0):
                 part.grad = None
 
-    def averages(self) -> Mapping[str, Tensor]:
+    def averaged_tensors(self) -> Mapping[str, Tensor]:
         return trained_parts(self.rank_state)
 
-    def changing_averages(self) -> AbstractContextManager[object]:
+    def changing_averaged_tensors(self) -> AbstractContextManager[object]:
         return parts_changed(self.rank_state)
 
     def evaluate(self) -> dict[str, float]:

@@ -33,7 +33,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from dure.parallel.pipeline.opaque_modules import block_of, in_place_of, is_untraced
+from dure.parallel.pipeline.opaque_modules import block_function, block_of, is_untraced
 from dure.parallel.pipeline.trace import ModelTrace, is_unpacking, origin_of
 from dure.parallel.tensor.opaque import function_behind, is_opaque, opens
 from dure.randomness.seeds import generators_state, restore_generators
@@ -211,7 +211,7 @@ class _Timer(fx.Interpreter):
         if is_opaque(n):
             operation = function_behind(n, self.layers)
         elif is_untraced(n):
-            operation = in_place_of(n, self.blocks)
+            operation = block_function(n, self.blocks)
         with torch.enable_grad():
             started = time.perf_counter()
             outputs = operation(*args, **kwargs)

@@ -248,7 +248,7 @@ class CutModel:
         examples: int,
         training: bool,
         stream: RandomStream,
-        later: GradientHandler | None,
+        gradient_handler: GradientHandler | None,
     ) -> StageProgram:
         """Return the program of a stage for micro-batches of `examples` examples."""
         key = (stage, examples, training)
@@ -256,7 +256,12 @@ class CutModel:
             trace = self.trace(examples, training)
             homes = self.homes(examples, training)
             self._programs[key] = program(
-                trace, homes, stages=self.stages, stage=stage, stream=stream, later=later
+                trace,
+                homes,
+                stages=self.stages,
+                stage=stage,
+                stream=stream,
+                gradient_handler=gradient_handler,
             )
         return self._programs[key]
 

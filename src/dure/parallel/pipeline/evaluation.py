@@ -92,7 +92,7 @@ def _stage(number: int, cut: CutModel | SingleStageModel, stream: RandomStream, 
         number,
         last=number == cut.stages - 1,
         program_for=lambda examples: cut.program(
-            number, examples, training=False, stream=stream, later=None
+            number, examples, training=False, stream=stream, gradient_handler=None
         ),
         structure_for=lambda examples: cut.structure(examples, False),
         loss=add,

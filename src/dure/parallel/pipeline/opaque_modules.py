@@ -284,8 +284,8 @@ def block_of(node: fx.Node, blocks: Sequence[OpaqueBlock]) -> OpaqueBlock:
     return blocks[int(str(node.args[7]))]
 
 
-def in_place_of(node: fx.Node, blocks: Sequence[OpaqueBlock]) -> Callable[..., list[Tensor]]:
-    """Return a function that calls the module itself instead of the operation."""
+def block_function(node: fx.Node, blocks: Sequence[OpaqueBlock]) -> Callable[..., list[Tensor]]:
+    """Return a function with the arguments of `dure::untraced` that calls the module itself."""
     block = block_of(node, blocks)
 
     def untraced(*arguments: Any) -> list[Tensor]:

@@ -256,12 +256,12 @@ class _Stages:
         return [self._one(number, training) for number in range(self.cut.stages)]
 
     def _one(self, number: int, training: bool) -> Stage:
-        later = compute_now if self._remaining is None else self._remaining.append
+        gradient_handler = compute_now if self._remaining is None else self._remaining.append
         return Stage(
             number,
             last=number == self.cut.stages - 1,
             program_for=lambda examples: self.cut.program(
-                number, examples, training, self._stream, later if training else None
+                number, examples, training, self._stream, gradient_handler if training else None
             ),
             structure_for=lambda examples: self.cut.structure(examples, training),
             loss=self._end,

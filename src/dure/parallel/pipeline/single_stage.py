@@ -63,7 +63,7 @@ class SingleStageModel:
         examples: int,
         training: bool,
         stream: RandomStream,
-        later: GradientHandler | None,
+        gradient_handler: GradientHandler | None,
     ) -> StageProgram:
         """Return the model itself as a program."""
         return self._program

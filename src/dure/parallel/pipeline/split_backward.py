@@ -35,7 +35,7 @@ GradientHandler = Callable[[Callable[[], None]], None]
 """Handler of a weight gradient: `DeferredGradients.append` or `compute_now`."""
 
 LONG = 1 << 15
-"""Smallest number of elements of a weight for which adding inside the product pays."""
+"""Smallest number of elements of a weight for which adding inside the product saves time."""
 
 aten = torch.ops.aten
 
@@ -45,23 +45,23 @@ def compute_now(compute: Callable[[], None]) -> None:
     compute()
 
 
-def pays(operation: Any, weight: Tensor, later: GradientHandler) -> bool:
-    """Return whether splitting the operation's backward with `split_operation` is of use.
+def is_split_worthwhile(operation: Any, weight: Tensor, gradient_handler: GradientHandler) -> bool:
+    """Return whether a split backward (`split_operation`) saves time.
 
-    If nothing is deferred, splitting is of use only for products with large weights.
+    If the handler computes gradients at once, only products with large weights save time.
     """
-    return later is not compute_now or (
+    return gradient_handler is not compute_now or (
         weight.numel() >= LONG and operation in (aten.linear.default, aten.addmm.default)
     )
 
 
 def split_operation(
-    operation: Any, later: GradientHandler
+    operation: Any, gradient_handler: GradientHandler
 ) -> tuple[int, Callable[..., Any] | None]:
     """Return the position of the weight in the operation's arguments, and the split operation.
 
-    The split operation hands its weight's gradient to `later`. The result is (0, None) for an
-    operation without a split form.
+    The split operation hands its weight's gradient to `gradient_handler`. The result is (0, None)
+    for an operation without a split form.
     """
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -69,13 +69,13 @@ def split_operation(
         # was made.
         if weight.dim() != 2 or not _is_ours(weight):
             return operation(x, weight, bias)
-        return _Product.apply(x, weight, bias, True, later)  # type: ignore[no-untyped-call]
+        return _Product.apply(x, weight, bias, True, gradient_handler)  # type: ignore[no-untyped-call]
 
     def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Any:
         # A bias of another shape is broadcast, which `_Product` does not do.
         if bias.shape != weight.shape[1:] or not _is_ours(weight):
             return operation(bias, x, weight)
-        return _Product.apply(x, weight, bias, False, later)  # type: ignore[no-untyped-call]
+        return _Product.apply(x, weight, bias, False, gradient_handler)  # type: ignore[no-untyped-call]
 
     def convolution(
         x: Tensor,
@@ -95,7 +95,7 @@ def split_operation(
         )
         if x.dim() != weight.dim() or weight.is_complex() or not _is_ours(weight):
             return operation(x, weight, bias, *settings)
-        return _Convolution.apply(x, weight, bias, settings, later)  # type: ignore[no-untyped-call]
+        return _Convolution.apply(x, weight, bias, settings, gradient_handler)  # type: ignore[no-untyped-call]
 
     if operation is aten.linear.default:
         return 1, linear
@@ -143,11 +143,11 @@ class _Product(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         across: bool,
-        later: GradientHandler,
+        gradient_handler: GradientHandler,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.across = across
-        ctx.later = later
+        ctx.gradient_handler = gradient_handler
         # `saved_tensors` may return another tensor object; the gradient belongs to this object.
         ctx.parameter = weight
         return F.linear(x, weight if across else weight.T, bias)
@@ -166,7 +166,7 @@ class _Product(torch.autograd.Function):
             else:
                 _add_product(ctx.parameter, rows.T, outs)
 
-        ctx.later(compute)
+        ctx.gradient_handler(compute)
         back = g @ (weight if ctx.across else weight.T).conj() if ctx.needs_input_grad[0] else None
         # None for the weight: autograd must not add what `compute` adds itself.
         return back, None, outs.sum(0) if ctx.needs_input_grad[2] else None, None, None
@@ -182,11 +182,11 @@ class _Convolution(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         settings: tuple[Any, ...],
-        later: GradientHandler,
+        gradient_handler: GradientHandler,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings = settings
-        ctx.later = later
+        ctx.gradient_handler = gradient_handler
         ctx.parameter = weight
         stride, padding, dilation, groups = settings
         out: Tensor = aten.convolution(
@@ -204,7 +204,7 @@ class _Convolution(torch.autograd.Function):
             settings = (stride, padding, dilation, False, [0] * len(stride), groups)
             return aten.convolution_backward(g, x, weight, [len(weight)], *settings, wanted)
 
-        ctx.later(lambda: _add(ctx.parameter, parts([False, True, False])[1]))
+        ctx.gradient_handler(lambda: _add(ctx.parameter, parts([False, True, False])[1]))
         back, _, bias = parts([ctx.needs_input_grad[0], False, ctx.needs_input_grad[2]])
         # None for the weight, as in `_Product`
         return back, None, bias, None, None

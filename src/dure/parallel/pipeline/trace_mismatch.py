@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from dure.parallel.pipeline.model_location import module_at
-from dure.parallel.pipeline.opaque_modules import in_place_of, is_untraced
+from dure.parallel.pipeline.opaque_modules import block_function, is_untraced
 from dure.parallel.pipeline.trace import ModelTrace, leaves_of
 from dure.parallel.tensor.opaque import function_behind, is_opaque
 from dure.parallel.tensor_comparison import first_difference
@@ -97,7 +97,7 @@ class _Recorded(fx.Interpreter):
     def _value(self, node: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         if is_untraced(node):
-            return in_place_of(node, self._trace.blocks)(*args, **kwargs)
+            return block_function(node, self._trace.blocks)(*args, **kwargs)
         if is_opaque(node):
             return function_behind(node, self._trace.layers)(*args, **kwargs)
         return super().run_node(node)

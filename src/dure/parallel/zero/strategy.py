@@ -182,7 +182,7 @@ class ZeROLearner(SingleLearner):
     """
 
     by_parts = True
-    averages_parts = True
+    averaged_tensors_are_parts = True
 
     def __init__(self, task: Task, context: RankContext, seed: int, strategy: ZeRO) -> None:
         super().__init__(
@@ -365,11 +365,11 @@ class ZeROLearner(SingleLearner):
                 idle=idle,
             )
 
-    def averages(self) -> Mapping[str, Tensor]:
+    def averaged_tensors(self) -> Mapping[str, Tensor]:
         return dict(self.zero.parts_by_name())
 
     @contextmanager
-    def changing_averages(self) -> Iterator[None]:
+    def changing_averaged_tensors(self) -> Iterator[None]:
         # The messages are not part of training.
         with self.zero.uncounted(), self.zero.parts_changed():
             yield

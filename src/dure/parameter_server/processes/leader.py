@@ -497,7 +497,7 @@ class Leader:
         """Return the first batch that a worker is not to do."""
         if self._holding is not None and who in self._holding.until:
             return self._holding.until[who]
-        return self.plan.until(who, self.schedulers[self.plan.group_of(who)].until)
+        return self.plan.worker_batches(who, self.schedulers[self.plan.group_of(who)].until)
 
     def _is_to_end(self) -> None:
         self._ends = self._meets is not None and self._error is None
@@ -593,8 +593,10 @@ class Leader:
         assert self._holding is not None
         until = self._holding.until
         # A lost team takes part again in the resumed run, from the others' progress.
-        batches = max(at - self.plan.until(who, 0) for who, at in until.items())
-        everybody = {w: until.get(w, self.plan.until(w, batches)) for w in self.plan.workers}
+        batches = max(at - self.plan.worker_batches(who, 0) for who, at in until.items())
+        everybody = {
+            w: until.get(w, self.plan.worker_batches(w, batches)) for w in self.plan.workers
+        }
         return ResumePoint(everybody, [() for _ in self.schedulers])
 
     def _tell(self, workers: bool) -> Future[list[ProcessCounters]]:

@@ -176,7 +176,7 @@ class ProcessesLearner(Learner):
         self._control_flags = control_flags
         before = self._spent()
         reports: list[Report] = []
-        if self.round == 0 and any(self.plan.until(who, 0) for who in self.plan.workers):
+        if self.round == 0 and any(self.plan.worker_batches(who, 0) for who in self.plan.workers):
             # The warm start, before the other replicas begin.
             reports += self._met(0)
         if self.leader.standing is None:
@@ -238,7 +238,10 @@ class ProcessesLearner(Learner):
 
     def _at(self, batches: int) -> ResumePoint:
         """Return the progress of the workers after so many batches of a group."""
-        until = {who: self.plan.until(who, batches) if batches else 0 for who in self.plan.workers}
+        until = {
+            who: self.plan.worker_batches(who, batches) if batches else 0
+            for who in self.plan.workers
+        }
         return ResumePoint(until, [() for _ in self.plan.groups])
 
     def _samples(self, standing: ResumePoint, reports: Sequence[Report]) -> int:

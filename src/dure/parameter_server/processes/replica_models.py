@@ -103,20 +103,20 @@ class StageModel:
             task,
             dataclasses.replace(context, group=group, prepared=lambda: model, check=False),
             own,
-            plan.pipe.parallel,
+            plan.pipeline.parallel,
         )
         self.learner.where = worker(number)
-        self.reports = group.rank == plan.partitions - 1
+        self.reports = group.rank == plan.stages - 1
         parameters = self.learner.rank_state.parameters
-        self.runs = [
-            StageRun(run, [parameters[name] for name in run.names])
-            for run in plan.runs
-            if run.stage == group.rank
+        self.vectors = [
+            StageVector(part, [parameters[name] for name in part.names])
+            for part in plan.stage_keys
+            if part.stage == group.rank
         ]
 
     def weights(self) -> list[Tensor]:
         """Return the current weights, by portion."""
-        return [self._run_of(keys).at(keys) for keys in self.keys]
+        return [self._vector_of(keys).at(keys) for keys in self.keys]
 
     def compute(self, step: int, weights: Sequence[Tensor]) -> ComputedGradients:
         """Return the gradient of the replica's batch of a step at these weights, by portion.
@@ -125,21 +125,21 @@ class StageModel:
         lost.
         """
         for keys, value in zip(self.keys, weights, strict=True):
-            self._run_of(keys).at(keys).copy_(value)
+            self._vector_of(keys).at(keys).copy_(value)
         learner = self.learner
         learner.group.step = f"step {step + 1}"
         learner.rank_state.step = step
         started = time.perf_counter()
-        for run in self.runs:
-            run.forget()
+        for vector in self.vectors:
+            vector.forget()
         indices = self.part.at(step)
         loss, counted, _ = learner.compute(indices, 0)
-        vectors = [run.gradient(self.skips) for run in self.runs]
+        gradient_vectors = [vector.gradient(self.skips) for vector in self.vectors]
         gradients = []
         for keys in self.keys:
-            run = self._run_of(keys)
-            first = run.run.keys.start
-            whole = vectors[self.runs.index(run)]
+            vector = self._vector_of(keys)
+            first = vector.stage_keys.keys.start
+            whole = gradient_vectors[self.vectors.index(vector)]
             gradients.append(whole[keys.start - first : keys.stop - first])
         # Only the last stage reports the replica's loss.
         return ComputedGradients(
@@ -151,8 +151,8 @@ class StageModel:
             seconds=time.perf_counter() - started,
         )
 
-    def _run_of(self, keys: KeyRange) -> StageRun:
-        return next(run for run in self.runs if run.has(keys))
+    def _vector_of(self, keys: KeyRange) -> StageVector:
+        return next(vector for vector in self.vectors if vector.has(keys))
 
     def buffers(self) -> list[Tensor]:
         """Return no buffers: a model with buffers is not divided."""
@@ -162,11 +162,11 @@ class StageModel:
         """Do nothing: there are no buffers."""
 
 
-class StageRun:
-    """Run of keys whose parameters this process trains, moved into a single vector."""
+class StageVector:
+    """Parameters of a key range of this process's stage, moved into a single vector."""
 
-    def __init__(self, run: StageKeys, parameters: Sequence[nn.Parameter]) -> None:
-        self.run = run
+    def __init__(self, stage_keys: StageKeys, parameters: Sequence[nn.Parameter]) -> None:
+        self.stage_keys = stage_keys
         self.parameters = parameters
         self.vector = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         for parameter, view in zip(parameters, views_of(self.vector, parameters), strict=True):
@@ -174,13 +174,13 @@ class StageRun:
             parameter.data = view
 
     def has(self, keys: KeyRange) -> bool:
-        """Return whether this run contains the keys."""
-        own = self.run.keys
+        """Return whether this vector contains the keys."""
+        own = self.stage_keys.keys
         return own.vector == keys.vector and own.start <= keys.start < own.stop
 
     def at(self, keys: KeyRange) -> Tensor:
         """Return a view of the weights of these keys."""
-        first = self.run.keys.start
+        first = self.stage_keys.keys.start
         return self.vector[keys.start - first : keys.stop - first]
 
     def forget(self) -> None:
@@ -195,7 +195,7 @@ class StageRun:
         ValueError for a parameter without a gradient.
         """
         parts = []
-        for parameter, name in zip(self.parameters, self.run.names, strict=True):
+        for parameter, name in zip(self.parameters, self.stage_keys.names, strict=True):
             if parameter.grad is None and not skips:
                 raise ValueError(no_gradient(name))
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)

@@ -129,7 +129,7 @@ class ReplicaProcess:
         move = plan.local_step(task, model, keys)
         compressors = compressors_of(plan.coding(model), seed, number, keys)
         self.model: WholeModel | StageModel
-        if plan.runs:
+        if plan.stage_keys:
             self.model = StageModel(number, task, context, model, seed, plan=plan, group=group)
         else:
             self.model = WholeModel(number, task, model, seed, plan, self.meter)
@@ -144,7 +144,7 @@ class ReplicaProcess:
             move,
         )
         self._computed: list[ComputedGradients] = []
-        self.is_leader = plan.together(plan.replica_of(number))[0] == number
+        self.is_leader = plan.workers_of_replica(plan.replica_of(number))[0] == number
         self._begun = False
         self._told = 0
         """Number of reported pushes."""

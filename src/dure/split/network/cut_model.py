@@ -110,7 +110,11 @@ class Forward:
             number,
             last=number == self._cut.stages - 1,
             program_for=lambda examples: self._cut.program(
-                number, examples, training=False, stream=RandomStream(0, carried=False), later=None
+                number,
+                examples,
+                training=False,
+                stream=RandomStream(0, carried=False),
+                gradient_handler=None,
             ),
             structure_for=lambda examples: self._cut.structure(examples, False),
             loss=self._keep,

@@ -210,7 +210,7 @@ class Network(World):
             budget=TransferBudget(self.conditions.bytes_each),
             interrupted=context.interrupted,
             tell=lambda text: context.report({"waiting": text}),
-            watching=server.watching,
+            server_metrics=server.server_metrics,
             models=server.models,
             exchange_seconds=self.exchange_seconds,
         )
@@ -395,7 +395,7 @@ def _roster_of(world: Network, clients: int, folder: Path, resumed: bool) -> Own
 
 
 def _more_than(clients: int) -> Callable[[int], str | None]:
-    """Return the `why_not` of a run that starts when all its clients are available."""
+    """Return the `cohort_objection` of a run that starts when all its clients are available."""
     return lambda asked: f"the run has {clients} clients" if asked > clients else None
 
 
@@ -430,8 +430,8 @@ class _Serves:
             warn(f"{folder / SIGNING_KEY} is missing: the model will be signed by a new key")
         self.key = Key.load_or_create(folder / SIGNING_KEY)
         context.signs = self.key
-        self.watching = ServerMetrics(context.report)
-        context.report = _both(self.watching.hears, context.report)
+        self.server_metrics = ServerMetrics(context.report)
+        context.report = _both(self.server_metrics.hears, context.report)
         # The log must have all rounds, so reports are not throttled.
         context.report_seconds = 0.0
         _check_there(folder, "clients.db", "who is enrolled")
@@ -473,7 +473,7 @@ class _Serves:
         self.ending.callback(serving.stop)
         scheme = "http" if self.context is None else "https"
         url = f"{scheme}://{world.host}:{serving.port}"
-        self.watching.serves(self.run, url, resumed)
+        self.server_metrics.serves(self.run, url, resumed)
         self.server_context.report({"serving": url, "run": self.run, "clients": self.clients})
         return serving
 
@@ -495,9 +495,11 @@ class _Connected(_Serves):
         if hosted.trains is None:
             told["compare"] = lambda theirs, ours: []
         self.channels = NetworkChannels(
-            ServedRun(**told, samples=lambda examples: 0, why_not=_more_than(hosted.clients)),
+            ServedRun(
+                **told, samples=lambda examples: 0, cohort_objection=_more_than(hosted.clients)
+            ),
             self.access,
-            self.watching,
+            self.server_metrics,
             self.folder,
             self.key,
             world.deadline,
@@ -512,7 +514,7 @@ class _Connected(_Serves):
 
         Clients learn of the end of a run; clients of an interrupted run retry.
         """
-        self.watching.ends("the run is over" if self.channels.is_over else "the server stops")
+        self.server_metrics.ends("the run is over" if self.channels.is_over else "the server stops")
         until = time.monotonic() + FAREWELL
         while self.channels.is_over and self.channels.has_to_tell() and time.monotonic() < until:
             time.sleep(0.02)
@@ -537,7 +539,7 @@ class _Server(_Serves):
         self.clock = FederationClock()
         self.journal = Journal(self.folder, self.clock, self.run)
         self.ending.callback(self.journal.close)
-        self.journal.synced = self.watching.sync_seconds.observe
+        self.journal.synced = self.server_metrics.sync_seconds.observe
         self.updates = Updates(self.folder / "updates")
         self.models = ModelDigests(self.folder / FILE)
         self.ending.callback(self.models.close)
@@ -553,14 +555,14 @@ class _Server(_Serves):
                 **told,
                 samples=federation.samples,
                 holds=federation.holds,
-                why_not=federation.why_not,
+                cohort_objection=federation.cohort_objection,
             ),
             self.outbox,
             self.cache,
             self.journal,
             self.updates,
             self.access,
-            watching=self.watching,
+            server_metrics=self.server_metrics,
             every_moment=self.every_moment,
         )
         if world.status_port is not None:
@@ -586,7 +588,7 @@ class _Server(_Serves):
                 "versions": place.config.get("versions", {}),
                 "signing_key": self.key.public,
             },
-            watching=self.watching,
+            server_metrics=self.server_metrics,
             outbox=self.outbox,
             access=self.access,
             journal=self.journal,
@@ -615,7 +617,7 @@ class _Server(_Serves):
 
         Clients learn of the end of a run; clients of an interrupted run retry.
         """
-        self.watching.ends(self.outbox.over or "the server stops")
+        self.server_metrics.ends(self.outbox.over or "the server stops")
         now = time.monotonic
         began = now()
         while (

@@ -66,7 +66,7 @@ class ForkServer:
         self._preloaded: set[str] = set()
         self._kept: set[str] = set()
 
-    def begins_with(self, *modules: str) -> None:
+    def import_at_start(self, *modules: str) -> None:
         """Have a server that starts later import these modules in the background.
 
         For modules that nearly all ranks need. No module may start threads at import.

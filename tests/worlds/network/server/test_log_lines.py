@@ -105,13 +105,15 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path) -> None:
 def test_refusals_without_end_do_not_fill_the_disk(tmp_path, monkeypatch) -> None:
     at = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: at[0])
-    watching = ServerMetrics()
+    server_metrics = ServerMetrics()
     with logged_to(tmp_path / "log"):
         for _ in range(1000):
-            watching.refused(None, "10.0.0.1", "POST /v1/next", "not signed", "it is not signed")
-        watching.refused(3, "10.0.0.1", "POST /v1/next", "forged", "it was changed")
+            server_metrics.refused(
+                None, "10.0.0.1", "POST /v1/next", "not signed", "it is not signed"
+            )
+        server_metrics.refused(3, "10.0.0.1", "POST /v1/next", "forged", "it was changed")
         at[0] = 61.0
-        watching.refused(None, "10.0.0.1", "POST /v1/next", "not signed", "it is not signed")
+        server_metrics.refused(None, "10.0.0.1", "POST /v1/next", "not signed", "it is not signed")
     found = lines(tmp_path / "log")
     assert [line["kind"] for line in found].count("not signed") == MOST_LINES + 1
     assert found[-1]["left_out"] == 1000 - MOST_LINES
@@ -121,8 +123,8 @@ def test_refusals_without_end_do_not_fill_the_disk(tmp_path, monkeypatch) -> Non
 
 
 def test_a_server_without_a_log_says_nothing_of_refusals(capfd) -> None:
-    watching = ServerMetrics()
-    watching.refused(None, "10.0.0.1", "POST /v1/next", "not signed", "it is not signed")
-    watching.left(ClientSession(0, "c0"))
+    server_metrics = ServerMetrics()
+    server_metrics.refused(None, "10.0.0.1", "POST /v1/next", "not signed", "it is not signed")
+    server_metrics.left(ClientSession(0, "c0"))
     assert capfd.readouterr() == ("", "")
     assert not logging.getLogger("dure.server").handlers

@@ -74,7 +74,7 @@ def test_the_newest_tickets_that_a_client_has_answered_are_known() -> None:
 def test_who_has_heard_the_end_has_a_moment_to_begin_to_fetch_the_last_model() -> None:
     outbox = ClientOutbox(lambda: 0.0)
     session = outbox.session(0)
-    session.here = True
+    session.available = True
     outbox.final = EvaluationTask(3, "ab", 2)
     outbox.end("the run is over")
     outbox.called(session)

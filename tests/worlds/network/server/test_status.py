@@ -216,7 +216,7 @@ def starting(tmp_path):
         journal = Journal(tmp_path, clock)
         yield Status(
             about={},
-            watching=ServerMetrics(),
+            server_metrics=ServerMetrics(),
             outbox=ClientOutbox(clock.now),
             access=AccessControl(register, "open"),
             journal=journal,
@@ -255,8 +255,10 @@ def test_status_says_who_is_missing_refused_and_in_quarantine(starting) -> None:
     for _ in range(20):
         with pytest.raises(RequestRefused):
             starting.access.refuse(1, 400, "malformed", "it is not JSON")
-        starting.watching.refused(1, "10.0.0.1", "POST /v1/next", "malformed", "it is not JSON")
-    starting.watching.came_of(1, 6, "failed", "its own code raised ValueError")
+        starting.server_metrics.refused(
+            1, "10.0.0.1", "POST /v1/next", "malformed", "it is not JSON"
+        )
+    starting.server_metrics.came_of(1, 6, "failed", "its own code raised ValueError")
     status = starting.look()
     assert status["clients"]["missing"] == status["clients"]["quarantined"] == 1
     [who] = status["who"]
@@ -270,7 +272,7 @@ def test_status_says_who_is_missing_refused_and_in_quarantine(starting) -> None:
 
 
 def test_numbers_that_json_has_no_word_for_are_null(starting) -> None:
-    starting.watching.loss = math.nan
+    starting.server_metrics.loss = math.nan
     with served(starting.asgi()) as get:
         code, body = get("/status", {"authorization": f"Bearer {starting.token}"})
     assert code == 200

@@ -41,11 +41,11 @@ class App:
     access: AccessControl
     every_moment: Callable[[], None] = lambda: None
     """Function called several times per second in the event loop."""
-    watching: ServerMetrics = field(default_factory=ServerMetrics)
+    server_metrics: ServerMetrics = field(default_factory=ServerMetrics)
 
     def __post_init__(self) -> None:
-        self.attendance = SessionRoutes(
-            self.served, self.outbox, self.journal, self.access, self.watching
+        self.session_routes = SessionRoutes(
+            self.served, self.outbox, self.journal, self.access, self.server_metrics
         )
         self.downloads = Downloads(self.outbox, self.cache)
         self.uploads = Uploads(
@@ -61,16 +61,16 @@ class App:
 
     def asgi(self) -> MeteredApp:
         """Return the ASGI application."""
-        here = self.attendance
+        sessions = self.session_routes
         down = self.downloads
         up = self.uploads
-        gate = RequestAuthenticator(self.access, self.watching, self.outbox.open.is_set)
+        gate = RequestAuthenticator(self.access, self.server_metrics, self.outbox.open.is_set)
         routed = Routes(
             [
-                gate.route("/v1/enrol", "POST", here.enrol, known=False),
-                gate.route("/v1/check-in", "POST", here.check_in),
-                gate.route("/v1/next", "POST", here.next),
-                gate.route("/v1/watch", "POST", here.watch),
+                gate.route("/v1/enrol", "POST", sessions.enrol, known=False),
+                gate.route("/v1/check-in", "POST", sessions.check_in),
+                gate.route("/v1/next", "POST", sessions.next),
+                gate.route("/v1/watch", "POST", sessions.watch),
                 gate.route("/v1/tensors/{digest}", "GET", down.tensors),
                 gate.route("/v1/uploads", "POST", up.reserve),
                 gate.route("/v1/uploads/{upload}", "PATCH", up.part),
@@ -81,7 +81,7 @@ class App:
                 gate.rest(),
             ]
         )
-        return MeteredApp(routed, self.watching)
+        return MeteredApp(routed, self.server_metrics)
 
     def lives_in(self, loop: asyncio.AbstractEventLoop) -> None:
         """Attach the application to its event loop; called once before the first request."""
@@ -95,4 +95,4 @@ class App:
             self.every_moment()
             # Before the server is open, no client can call.
             if self.outbox.open.is_set():
-                await self.attendance.look()
+                await self.session_routes.detect_disconnected()

@@ -129,7 +129,7 @@ class NetworkCarrier:
         budget: Transfer quotas of the clients.
         interrupted: Function that returns whether the user wants the server to stop.
         tell: Listener for messages to the user.
-        watching: Metrics and log of the server.
+        server_metrics: Metrics and log of the server.
         exchange_seconds: Timeout of a step of a protocol.
         models: Recorded digests, with which models are compared.
         once: Folder of the results computed once; None for the folder in the run folder.
@@ -159,7 +159,7 @@ class NetworkCarrier:
         budget: TransferBudget,
         interrupted: Callable[[], bool],
         tell: Callable[[str], None],
-        watching: ServerMetrics | None = None,
+        server_metrics: ServerMetrics | None = None,
         exchange_seconds: float = 60.0,
         models: ModelDigests | None = None,
         once: Path | None = None,
@@ -180,17 +180,23 @@ class NetworkCarrier:
         """Bytes of an update."""
         self.interrupted = interrupted
         self.tell = tell
-        self.watching = watching or ServerMetrics()
+        self.server_metrics = server_metrics or ServerMetrics()
         self.events = self.reads(journal, clock, outbox, self._sweep)
         self.cohort = FederationCohort(outbox, machine, federation.holds)
         self.measuring = NetworkEvaluation(
-            self.events, journal, outbox, measure_seconds, interrupted, self.watching
+            self.events, journal, outbox, measure_seconds, interrupted, self.server_metrics
         )
         self.making = DurableOnce(
             self.events, journal, TreeFiles(once or folder / ONCE), not record
         )
         self.exchanging = ProtocolSteps(
-            self.events, outbox, updates, self.making, exchange_seconds, interrupted, self.watching
+            self.events,
+            outbox,
+            updates,
+            self.making,
+            exchange_seconds,
+            interrupted,
+            self.server_metrics,
         )
         self.models = models or ModelDigests(None)
         self.flown: list[AssignmentRecord] = []
@@ -245,9 +251,9 @@ class NetworkCarrier:
             self.events.aside.append(event)
             if event.kind == "check_in":
                 with self._row(event):
-                    here = from_json(event.body, CheckInRecord)
-                present[event.client] = here.examples
-                self.cohort.met(event.client, here)
+                    record = from_json(event.body, CheckInRecord)
+                present[event.client] = record.examples
+                self.cohort.met(event.client, record)
                 self.tell(self._who_is_there(len(present)))
             elif event.kind == "asks":
                 with self._row(event):
@@ -279,10 +285,10 @@ class NetworkCarrier:
             return Combine(coordinator.combining)
         self._lay_again(coordinator)
         self._let_go(coordinator)
-        self.watching.round_begins()
+        self.server_metrics.round_begins()
         ticked = False
         while True:
-            self.watching.pulse(self.outbox, "training")
+            self.server_metrics.pulse(self.outbox, "training")
             aside = self.events.aside
             if not aside and not ticked and self._due(coordinator):
                 ticked = True
@@ -323,7 +329,7 @@ class NetworkCarrier:
             # No local reference: its memory is freed before the next update is read.
             yield self._read(arrived, asked, coordinator)
             # The consumer has taken the update when it requests the next.
-            self.watching.fold_seconds.observe(time.perf_counter() - began)
+            self.server_metrics.fold_seconds.observe(time.perf_counter() - began)
 
     def _read(
         self, arrived: ReceivedUpdate, asked: Assignment, coordinator: CoordinatorProtocol
@@ -362,7 +368,7 @@ class NetworkCarrier:
             self._settle(ticket, UpdateOutcome(ticket, False, reasons.get(ticket, "")))
         self.making.model_made()
         if self.events.live:
-            self.watching.round_made()
+            self.server_metrics.round_made()
         # Frees memory before the next checkpoint and the next round.
         self.sending.forget_unwanted()
 
@@ -445,7 +451,7 @@ class NetworkCarrier:
         self.making.saved()
         # Returns the memory that writing the checkpoint took.
         trim_heap()
-        self.watching.saved()
+        self.server_metrics.saved()
 
     # Events
 
@@ -487,10 +493,10 @@ class NetworkCarrier:
         ticket = event.ticket
         match event.kind:
             case "check_in":
-                here = from_json(event.body, CheckInRecord)
-                self.cohort.met(event.client, here)
+                record = from_json(event.body, CheckInRecord)
+                self.cohort.met(event.client, record)
                 self.cohort.presence.came(event.client, event.at)
-                coordinator.arrive(event.client, here.examples)
+                coordinator.arrive(event.client, record.examples)
                 self._keep_to_cohort(coordinator)
                 return coordinator.tick(self.now) if self._begun else []
             case "asks":
@@ -536,9 +542,9 @@ class NetworkCarrier:
         said = from_json(event.body, UploadRequest)
         holds = self.federation.holds
         if self.events.live and holds:
-            self.watching.holds(event.client, ticket)
+            self.server_metrics.holds(event.client, ticket)
         elif self.events.live:
-            self.watching.came(event.client, said)
+            self.server_metrics.came(event.client, said)
         self.outbox.done(event.client, ticket)
         self.cohort.reports(event.client, said)
         under = self._underway.get(ticket)
@@ -629,7 +635,7 @@ class NetworkCarrier:
             return
         # An update that arrived in time is accepted or refused when it is added to the mean.
         if self.events.live and outcome != "accepted":
-            self.watching.came_of(under.client, ticket, *_in_short(outcome, why))
+            self.server_metrics.came_of(under.client, ticket, *_in_short(outcome, why))
         said = self._arrived[ticket].said if ticket in self._arrived else None
         # An update that stays at its client is sent later, as part of sums.
         holds = self.federation.holds and said is not None
@@ -681,7 +687,7 @@ class NetworkCarrier:
             asked.client, asked.round, self.now, sent.size
         )
         if self.events.live:
-            self.watching.assigned(asked.client, asked.ticket, asked.round, sent.size)
+            self.server_metrics.assigned(asked.client, asked.ticket, asked.round, sent.size)
         return []
 
     def _hand(self, coordinator: CoordinatorProtocol, asked: Assignment) -> None:
@@ -718,7 +724,7 @@ class NetworkCarrier:
         self.outbox.tell(client, outcome)
         if self.events.live:
             became = "accepted" if outcome.kept else "refused"
-            self.watching.came_of(client, ticket, became, outcome.reason)
+            self.server_metrics.came_of(client, ticket, became, outcome.reason)
 
     # Checkpoints
 

@@ -103,7 +103,7 @@ class NetworkChannels:
         self,
         served: ServedRun,
         access: AccessControl,
-        watching: ServerMetrics,
+        server_metrics: ServerMetrics,
         folder: Path,
         key: Key,
         answer_timeout: float,
@@ -115,7 +115,7 @@ class NetworkChannels:
         self.answer_timeout = answer_timeout
         self.served = served
         self.access = access
-        self.watching = watching
+        self.server_metrics = server_metrics
         self.alive: Callable[[], bool] = lambda: True
         """Whether the thread of the event loop still runs."""
         self._every_moment = every_moment
@@ -202,7 +202,7 @@ class NetworkChannels:
 
     def asgi(self) -> Any:
         """Return the ASGI application."""
-        gate = RequestAuthenticator(self.access, self.watching, lambda: True)
+        gate = RequestAuthenticator(self.access, self.server_metrics, lambda: True)
         routed = Routes(
             [
                 gate.route("/v1/enrol", "POST", self.enrol, known=False),
@@ -217,7 +217,7 @@ class NetworkChannels:
             else:
                 await routed(scope, receive, send)
 
-        return MeteredApp(application, self.watching)
+        return MeteredApp(application, self.server_metrics)
 
     async def enrol(self, request: Request) -> Response:
         body = await body_of(request, None, requests.Enrol)
@@ -235,7 +235,7 @@ class NetworkChannels:
             )
         differs = differences(said.machine, served.machine)
         welcome = served.welcome(admitted.client, differs)
-        return answer(replace(welcome, smallest_cohort=served.keeps_to(said, 1)))
+        return answer(replace(welcome, smallest_cohort=served.smallest_cohort_with(said, 1)))
 
     async def _opened(self, socket: WebSocket) -> None:
         """Serve a client's channel from its opening to its end."""
@@ -275,7 +275,7 @@ class NetworkChannels:
         except RequestRefused as refused:
             about = "a channel"
             address = _address_of(socket)
-            self.watching.refused(None, address, about, refused.kind, refused.reason)
+            self.server_metrics.refused(None, address, about, refused.kind, refused.reason)
             said = refusal(refused.status, refused.reason, refused.headers)
             await socket.send_denial_response(said)
             return None
@@ -310,7 +310,7 @@ class NetworkChannels:
                 frame = await socket.receive_bytes()
                 channel.waiting += 1
                 channel.bytes += len(frame)
-                self.watching.received += len(frame)
+                self.server_metrics.received += len(frame)
                 self._events.put(ClientFrame(number, frame))
                 while channel.waiting > MOST_WAITING or channel.bytes > self._most:
                     await asyncio.sleep(CALM)
@@ -329,7 +329,7 @@ class NetworkChannels:
                 self._events.put(
                     ClientDisconnected(number, channel.ended[1] if channel.ended else why)
                 )
-                self.watching.left(channel.session)
+                self.server_metrics.left(channel.session)
 
     def _takes_over(self, number: int, channel: _Channel, hello: bytes) -> None:
         """Make this the client's only channel."""
@@ -342,7 +342,7 @@ class NetworkChannels:
         self._channels[number] = channel
         self._arrivals[number] += 1
         self._events.put(ClientConnected(number, hello))
-        self.watching.arrived(channel.session)
+        self.server_metrics.arrived(channel.session)
 
     async def _sends(self, socket: WebSocket, channel: _Channel) -> None:
         with suppress(WebSocketDisconnect, RuntimeError):
@@ -352,7 +352,7 @@ class NetworkChannels:
                     assert channel.ended is not None
                     await socket.close(*channel.ended)
                     return
-                self.watching.sent += len(frame)
+                self.server_metrics.sent += len(frame)
                 await socket.send_bytes(frame)
 
 

@@ -48,24 +48,24 @@ class FederationCohort:
         self._reported: dict[int, dict[str, float]] = {}
         """Metrics of each client's newest training."""
 
-    def met(self, client: int, here: CheckInRecord) -> None:
+    def met(self, client: int, record: CheckInRecord) -> None:
         """Record a client's check-in."""
-        self._machines[client] = here.machine
-        if here.held_out:
+        self._machines[client] = record.machine
+        if record.held_out:
             self.measures.add(client)
         else:
             self.measures.discard(client)
         session = self._outbox.session(client)
-        session.name = here.name
-        session.examples = here.examples
-        session.held_out = here.held_out
-        session.machine = here.machine
-        self.asks(client, here)
+        session.name = record.name
+        session.examples = record.examples
+        session.held_out = record.held_out
+        session.machine = record.machine
+        self.asks(client, record)
 
-    def asks(self, client: int, here: CheckInRecord) -> None:
+    def asks(self, client: int, record: CheckInRecord) -> None:
         """Record the fewest clients of a new model that the client requires from now on."""
-        self._outbox.session(client).smallest_cohort = here.smallest_cohort
-        self._asked[client] = here.smallest_cohort
+        self._outbox.session(client).smallest_cohort = record.smallest_cohort
+        self._asked[client] = record.smallest_cohort
         self._outbox.smallest_cohort = self.smallest
 
     @property
@@ -113,7 +113,13 @@ class FederationCohort:
         """Return the state for checkpoints."""
         return {
             "clients": [
-                [session.number, session.name, session.examples, session.held_out, session.here]
+                [
+                    session.number,
+                    session.name,
+                    session.examples,
+                    session.held_out,
+                    session.available,
+                ]
                 for session in self._outbox.everybody()
             ],
             "machines": [
@@ -126,12 +132,12 @@ class FederationCohort:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a state; states of earlier versions lack some keys."""
-        for number, name, examples, held_out, here in state["clients"]:
+        for number, name, examples, held_out, available in state["clients"]:
             session = self._outbox.session(number)
             session.name = name
             session.examples = examples
             session.held_out = held_out
-            session.here = here
+            session.available = available
             if held_out:
                 self.measures.add(number)
         for client, machine in state.get("machines", ()):

@@ -93,10 +93,10 @@ class JournalEvents:
         if session is None:
             return
         if event.kind in ("check_in", "back", "update", "measured"):
-            session.here = True
+            session.available = True
             session.missing = False
         elif event.kind in ("leave", "missing", "failed"):
-            session.here = False
+            session.available = False
             session.missing = event.kind == "missing"
 
     def state(self) -> dict[str, Any]:

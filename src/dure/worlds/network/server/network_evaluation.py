@@ -34,19 +34,21 @@ class NetworkEvaluation:
         outbox: ClientOutbox,
         seconds: float,
         stops: Callable[[], bool],
-        watching: ServerMetrics,
+        server_metrics: ServerMetrics,
     ) -> None:
         self._events = events
         self._journal = journal
         self._outbox = outbox
         self._seconds = seconds
         self._stops = stops
-        self._watching = watching
+        self._server_metrics = server_metrics
 
     def by_clients(self, request: EvaluationTask) -> EvaluationResults:
         """Have clients evaluate this model, and return their metrics; other events wait."""
         asked = [
-            session for session in self._outbox.everybody() if session.here and session.held_out
+            session
+            for session in self._outbox.everybody()
+            if session.available and session.held_out
         ]
         answers: dict[int, EvaluationReport] = {}
         for session in asked:
@@ -54,10 +56,10 @@ class NetworkEvaluation:
         until = time.monotonic() + self._seconds
         ended = said_so = False
         while not ended:
-            waits = [s for s in asked if s.here and s.number not in answers]
+            waits = [s for s in asked if s.available and s.number not in answers]
             # Only logged events count, so the end of the evaluation is an event too.
             late = time.monotonic() > until or self._stops()
-            self._watching.pulse(self._outbox, "measuring")
+            self._server_metrics.pulse(self._outbox, "measuring")
             if self._events.live and (late or not waits) and not said_so:
                 self._journal.write("all_measured")
                 said_so = True  # only once: the next evaluation would end at a second event

@@ -5,8 +5,8 @@ client's `next`: outcomes of its updates, then work. Two threads use the outbox:
 answers clients, and the main thread, which drives the coordinator, adds messages. A lock protects
 each change, and the changes are short.
 
-A client is *here* from its check-in until no request of it has been open for `GRACE` seconds. A
-broken connection leaves an open request that no peer reads; since the server answers requests
+A client is *available* from its check-in until no request of it has been open for `GRACE` seconds.
+A broken connection leaves an open request that no peer reads; since the server answers requests
 within `heartbeat` seconds, a client that sends no further request counts as disconnected.
 """
 
@@ -76,7 +76,7 @@ class ClientSession:
         held_out: Number of held-out examples.
         machine: Properties of the client's machine.
         smallest_cohort: Minimum number of clients of a new model that the client requires.
-        here: Whether the client is available.
+        available: Whether the client is available.
         calls: Number of open requests.
         seen: Time of the last request, on the clock time.monotonic.
         missing: Whether the client has disconnected while at work.
@@ -101,7 +101,7 @@ class ClientSession:
     held_out: int = 0
     machine: Machine | None = None
     smallest_cohort: int = 1
-    here: bool = False
+    available: bool = False
     calls: int = 0
     seen: float = 0.0
     missing: bool = False
@@ -241,7 +241,7 @@ class ClientOutbox:
         return any(
             session.calls or (now - session.seen < LAST_CALL if session.heard else now < until)
             for session in self.everybody()
-            if session.here
+            if session.available
         )
 
     def _ring(self, session: ClientSession) -> None:
@@ -334,7 +334,7 @@ class ClientOutbox:
     def silent(self, now: float) -> Iterator[ClientSession]:
         """Yield sessions of available clients without a request for `GRACE` seconds."""
         for session in self.everybody():
-            if session.here and not session.calls and now - session.seen > GRACE:
+            if session.available and not session.calls and now - session.seen > GRACE:
                 yield session
 
 

@@ -49,7 +49,7 @@ class ProtocolSteps:
         once: DurableOnce,
         seconds: float,
         stops: Callable[[], bool],
-        watching: ServerMetrics,
+        server_metrics: ServerMetrics,
     ) -> None:
         self._events = events
         self._outbox = outbox
@@ -57,7 +57,7 @@ class ProtocolSteps:
         self._once = once
         self._seconds = seconds
         self._stops = stops
-        self._watching = watching
+        self._server_metrics = server_metrics
 
     def with_clients(self, says: Sequence[ProtocolStep]) -> Iterator[ProtocolAnswer]:
         """Yield the clients' answers. Raises Interrupted, and ValueError for invalid steps."""
@@ -74,7 +74,7 @@ class ProtocolSteps:
                 self._put_aside()
                 if self._stops():
                     raise StepInterrupted
-                self._watching.pulse(self._outbox, "adding up")
+                self._server_metrics.pulse(self._outbox, "adding up")
                 answered = self._next(asking)
                 if answered is not None:
                     answer = self._answer(waits.pop(answered.said.ticket), answered)
@@ -109,7 +109,7 @@ class ProtocolSteps:
 
     def _anybody(self, says: Iterable[ProtocolStep]) -> bool:
         """Return whether a client of these steps is available, or must be waited for."""
-        return any(say.waits or self._outbox.session(say.client).here for say in says)
+        return any(say.waits or self._outbox.session(say.client).available for say in says)
 
     def _forget(self, says: Iterable[ProtocolStep]) -> None:
         """Drop late answers to these steps."""
@@ -137,7 +137,7 @@ class ProtocolSteps:
         finally:
             if wants:
                 self._files.delete([say.ticket])
-        self._watching.left_protocol(say.client, say.ticket, say.stage, why)
+        self._server_metrics.left_protocol(say.client, say.ticket, say.stage, why)
         return None
 
     def _count(self, client: int, down: int = 0, up: int = 0) -> None:

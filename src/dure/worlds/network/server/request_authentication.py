@@ -37,7 +37,7 @@ class RequestAuthenticator:
     """
 
     access: AccessControl
-    watching: ServerMetrics
+    server_metrics: ServerMetrics
     is_open: Callable[[], bool]
     at_once: ConcurrencyLimits = field(default_factory=ConcurrencyLimits)
 
@@ -54,7 +54,7 @@ class RequestAuthenticator:
 
             def note(kind: str, reason: str) -> None:
                 what = f"{method or request.method} {path}"
-                self.watching.refused(client, address_of(request), what, kind, reason)
+                self.server_metrics.refused(client, address_of(request), what, kind, reason)
 
             try:
                 if not known:
@@ -84,7 +84,7 @@ class RequestAuthenticator:
                 return Response(status_code=400)
             # An error of the server: details are logged, and not sent to the client.
             except Exception:
-                self.watching.mistake(f"{request.method} {request.scope['path']}")
+                self.server_metrics.mistake(f"{request.method} {request.scope['path']}")
                 return refusal(500, "the server has made a mistake; its log says where")
 
         route = Route(path, endpoint, methods=[method or "GET"])

@@ -240,13 +240,13 @@ class ServerMetrics:
     def look(self, outbox: ClientOutbox) -> dict[str, Any]:
         """Return a short summary of the available clients and the awaited work."""
         sessions = outbox.everybody()
-        here = [session for session in sessions if session.here]
+        available = [session for session in sessions if session.available]
         working = [session for session in sessions if session.train is not None]
         ends = [session.deadline for session in working if session.deadline is not None]
         rounds = [session.train.round for session in working if session.train is not None]
         return {
             "round": max([self.step, *rounds]) + 1,
-            "here": len(here),
+            "here": len(available),
             "at_work": [session.name for session in working if not session.missing],
             "missing": [session.name for session in working if session.missing],
             "left": max(0.0, min(ends) - outbox.now()) if ends else None,
@@ -269,20 +269,20 @@ def now() -> str:
 class MeteredApp:
     """ASGI application that counts the bytes of request and answer bodies."""
 
-    def __init__(self, app: Any, watching: ServerMetrics) -> None:
+    def __init__(self, app: Any, server_metrics: ServerMetrics) -> None:
         self._app = app
-        self._watching = watching
+        self._server_metrics = server_metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        watching = self._watching
+        server_metrics = self._server_metrics
 
         async def receiving() -> Any:
             message = await receive()
-            watching.received += len(message.get("body", b""))
+            server_metrics.received += len(message.get("body", b""))
             return message
 
         async def sending(message: Any) -> None:
-            watching.sent += len(message.get("body", b""))
+            server_metrics.sent += len(message.get("body", b""))
             await send(message)
 
         await self._app(scope, receiving, sending)

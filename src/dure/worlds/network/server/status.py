@@ -56,7 +56,7 @@ class Status:
     """Status of a server and its routes. `about` has constant facts on the run."""
 
     about: Mapping[str, Any]
-    watching: ServerMetrics
+    server_metrics: ServerMetrics
     outbox: ClientOutbox
     access: AccessControl
     journal: Journal
@@ -67,7 +67,7 @@ class Status:
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.watching.registry.register(_Now(self))
+        self.server_metrics.registry.register(_Now(self))
 
     def asgi(self) -> Starlette:
         """Return the application, for a separate listener."""
@@ -97,7 +97,7 @@ class Status:
             # In a thread, since the page reads files.
             answer = await run_in_threadpool(self.page.answer, *asked)
         except Exception:
-            self.watching.mistake(f"{request.method} {request.scope['path']}")
+            self.server_metrics.mistake(f"{request.method} {request.scope['path']}")
             return _json({"error": "the server has made a mistake; its log says where"}, 500)
         headers = dict(answer.headers)
         if answer.stream is not None:
@@ -117,7 +117,7 @@ class Status:
             try:
                 return answer()
             except Exception:
-                self.watching.mistake(f"GET {request.scope['path']}")
+                self.server_metrics.mistake(f"GET {request.scope['path']}")
                 return _json({"error": "the server has made a mistake; its log says where"}, 500)
 
         return endpoint
@@ -131,7 +131,9 @@ class Status:
         return _json(self.look())
 
     def metrics(self) -> Response:
-        return Response(generate_latest(self.watching.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(
+            generate_latest(self.server_metrics.registry), media_type=CONTENT_TYPE_LATEST
+        )
 
     @property
     def state(self) -> str:
@@ -142,27 +144,27 @@ class Status:
             return "starting"
         if self.outbox.over is not None:
             return "over"
-        return "training" if self.watching.training else "waiting"
+        return "training" if self.server_metrics.training else "waiting"
 
     def look(self) -> dict[str, Any]:
         """Return the whole status for JSON."""
-        watching = self.watching
+        server_metrics = self.server_metrics
         admitted = self._admitted()
         away = admitted.pop("quarantine")
         sessions = sorted(self.outbox.everybody(), key=lambda session: session.number)
         clients = [self._client(session, away) for session in sessions]
         states = [client["state"] for client in clients]
-        short = watching.look(self.outbox)
+        short = server_metrics.look(self.outbox)
         return {
             **self.about,
             "state": self.state,
             "broken": self.journal.broken,
             "round": short["round"],
-            "rounds": watching.step,
+            "rounds": server_metrics.step,
             "model": self.outbox.newest,
-            "loss": watching.loss,
-            "metrics": watching.metrics,
-            "measured_in_round": watching.evaluated,
+            "loss": server_metrics.loss,
+            "metrics": server_metrics.metrics,
+            "measured_in_round": server_metrics.evaluated,
             "seconds_to_deadline": short["left"],
             "clients": {
                 "places": admitted["places"],
@@ -173,11 +175,11 @@ class Status:
                 "quarantined": len(away),
             },
             "who": clients,
-            "updates": dict(watching.outcomes),
+            "updates": dict(server_metrics.outcomes),
             # Includes refusals of strangers.
             "refusals": admitted["refusals"],
-            "newest_refusals": list(watching.recent),
-            "bytes": {"received": watching.received, "sent": watching.sent},
+            "newest_refusals": list(server_metrics.recent),
+            "bytes": {"received": server_metrics.received, "sent": server_metrics.sent},
             "uptime_seconds": round(time.monotonic() - self.began, 3),
             "clock_seconds": round(self.clock.now(), 3),
             "journal_rows": self.journal.last,
@@ -205,8 +207,8 @@ class Status:
             "ticket": None if train is None else train.ticket,
             "seconds_to_deadline": left,
             "silent_seconds": _silent(session),
-            "last": self.watching.last.get(session.number),
-            "refusals": dict(self.watching.refusals.get(session.number, {})),
+            "last": self.server_metrics.last.get(session.number),
+            "refusals": dict(self.server_metrics.refusals.get(session.number, {})),
             "quarantined_seconds": round(away[session.number], 1)
             if session.number in away
             else None,
@@ -230,7 +232,7 @@ def state_of(session: ClientSession) -> str:
     """Return the client's state: at work, missing (at work, and disconnected), here, or away."""
     if session.train is not None:
         return "missing" if session.missing else "at work"
-    return "here" if session.here else "away"
+    return "here" if session.available else "away"
 
 
 def _silent(session: ClientSession) -> float | None:
@@ -260,22 +262,22 @@ class _Now(Collector):
         away = status._admitted()["quarantine"]
         clients.add_metric(["quarantined"], len(away))
         yield clients
-        watching = status.watching
-        for name, value in (("received", watching.received), ("sent", watching.sent)):
+        server_metrics = status.server_metrics
+        for name, value in (("received", server_metrics.received), ("sent", server_metrics.sent)):
             family = CounterMetricFamily(f"dure_bytes_{name}", f"bytes of bodies that were {name}")
             family.add_metric([], value)
             yield family
         for name, about, number in (
-            ("round", "models that were made, over the whole run", watching.step),
+            ("round", "models that were made, over the whole run", server_metrics.step),
             ("journal_rows", "number of the newest row of the journal", status.journal.last),
-            ("start_time_seconds", "when this process began to serve", watching.began),
+            ("start_time_seconds", "when this process began to serve", server_metrics.began),
             ("up", "1 while it can serve", float(status.state not in ("starting", "broken"))),
         ):
             yield GaugeMetricFamily(f"dure_{name}", about, value=number)
-        if watching.loss is not None:
-            yield GaugeMetricFamily("dure_loss", "of the newest round", value=watching.loss)
+        if server_metrics.loss is not None:
+            yield GaugeMetricFamily("dure_loss", "of the newest round", value=server_metrics.loss)
         metrics = GaugeMetricFamily("dure_metric", "at the last evaluation", labels=["name"])
-        for name, measured in watching.metrics.items():
+        for name, measured in server_metrics.metrics.items():
             metrics.add_metric([name], measured)
         yield metrics
 

@@ -208,7 +208,7 @@ class Uploads:
             reason = one_line(f"its own code raised {said.kind}{where}{told}")
             await logged(self.journal, "failed", session.number, said.ticket, reason.encode())
             # The client gets further work after its next request.
-            session.here = False
+            session.available = False
         return Response(status_code=204)
 
     async def measured(self, request: Request, admitted: Admitted) -> Response:
