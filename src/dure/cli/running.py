@@ -129,7 +129,7 @@ def show_run(
         # Exit code 2 means that the user has to change the input: resuming would fail again.
         if error.exit_code == 1 and (folder / "checkpoint").is_dir():
             print(
-                f"dure: kept until its last checkpoint; go on with {command} --resume {folder}",
+                f"dure: the run has a checkpoint; go on with {command} --resume {folder}",
                 file=sys.stderr,
             )
         raise
@@ -187,9 +187,8 @@ def check_names(reference: str, systems: list[str]) -> None:
 def start_fork_server() -> None:
     """Start the fork server, which loads torch in parallel; under torchrun no process forks."""
     if not under_torchrun():
-        server.import_at_start(
-            "dure.run.drive"
-        )  # which a rank runs, and this process imports later
+        # Ranks run this module.
+        server.import_at_start("dure.run.drive")
         server.start()
 
 
