@@ -129,7 +129,7 @@ def show_run(
         # Exit code 2 means that the user has to change the input: resuming would fail again.
         if error.exit_code == 1 and (folder / "checkpoint").is_dir():
             print(
-                f"dure: the run is kept up to its last checkpoint; resume with {command} --resume "
+                f"dure: the run has a checkpoint; resume with {command} --resume "
                 f"{folder}",
                 file=sys.stderr,
             )
@@ -188,9 +188,8 @@ def check_names(reference: str, systems: list[str]) -> None:
 def start_fork_server() -> None:
     """Start the fork server, which loads torch in parallel; under torchrun no process forks."""
     if not under_torchrun():
-        server.import_at_start(
-            "dure.run.drive"
-        )  # which a rank runs, and this process imports later
+        # Ranks run this module.
+        server.import_at_start("dure.run.drive")
         server.start()
 
 

@@ -60,7 +60,8 @@ from dure.tensors.supported import check_supported
 from dure.worlds.launcher_environment import is_leader_process
 from dure.worlds.processes.fork_server import server
 
-server.import_at_start("dure.run.drive")  # what a rank runs
+# Ranks run this module.
+server.import_at_start("dure.run.drive")
 
 Kind = TypeVar("Kind", Strategy, World)
 

@@ -237,8 +237,8 @@ class SessionRoutes:
         if message.smallest_cohort <= others + 1:
             return None
         return (
-            f"the run is under way with {others + 1} of them, this one included, who would have to "
-            f"wait: come again when more are there"
+            f"the run has started with {others + 1} clients, this one included, and would have to "
+            f"wait: come again when more clients are there"
         )
 
     async def _mark_available(self, session: ClientSession, record: CheckInRecord) -> None:
