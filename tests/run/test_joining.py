@@ -187,8 +187,8 @@ def test_a_loop_of_its_own_in_numpy_trains_as_one_of_torch(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        (lambda model: model.pop("weight"), "no 'weight'"),
-        (lambda model: model.update(bias=numpy.zeros(CLASSES + 1)), "bias is"),
+        (lambda model: model.pop("weight"), "not have 'weight'"),
+        (lambda model: model.update(bias=numpy.zeros(CLASSES + 1)), "bias has the shape"),
         (lambda model: model.update(bias=numpy.full(CLASSES, numpy.nan)), "not finite"),
     ],
 )
@@ -203,7 +203,7 @@ def test_what_a_loop_of_its_own_cannot_send_is_refused_before_it_leaves(
                 arrays = work.arrays
                 broken = dict(arrays)
                 changed(broken)
-                with pytest.raises(ValueError, match=r"has|is") as error:
+                with pytest.raises(ValueError) as error:  # noqa: PT011
                     work.send(broken)
                 refused.append(str(error.value))
                 work.send(arrays)
