@@ -294,7 +294,7 @@ class ClientOutbox:
         while True:
             asked = seat.say is not None and seat.say.ticket == ticket
             if not (asked or self.wants(seat, ticket)):
-                why = self.over or "nobody waits for the update any more"
+                why = self.over or "the update is not needed any more"
                 return WatchAnswer(wanted=False, reason=why, over=self.over)
             left = 0.0 if self.paused or gone.done() else until - time.monotonic()
             if left <= 0:

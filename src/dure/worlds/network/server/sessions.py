@@ -83,18 +83,18 @@ class ServedRun:
         """Check the version and the task of a client. Raises RequestError or Refused."""
         if said.version not in (requests.VERSION, requests.VERSION - 1):
             raise RequestError(
-                f"the client speaks version {said.version}, and the server {requests.VERSION}: "
-                f"install the same dure"
+                f"the client speaks version {said.version}, but the server {requests.VERSION}: "
+                "install the same dure"
             )
         if self.holds and said.version < HOLDS:
             raise RequestError(
-                f"the client speaks version {said.version}, which would send its updates, and in "
-                f"this run they stay with their clients: install the same dure"
+                f"the client speaks version {said.version}, which would send its updates, but in "
+                "this run they stay with their clients: install the same dure"
             )
         if said.trains is not None:
             different = self.compare(said.trains, self.trains)
             if different:
-                why = f"the task is another: {'; '.join(different[:5])}"
+                why = f"the client's task differs: {'; '.join(different[:5])}"
                 access.refuse(admitted.client, 409, "another task", why)
 
     def check_cohort(
@@ -108,7 +108,7 @@ class ServedRun:
         why = self.why_not(said.smallest_cohort) or under_way
         if why is not None:
             reason = (
-                f"this site asks for at least {said.smallest_cohort:,} clients in each new model, "
+                f"this site requires at least {said.smallest_cohort:,} clients in each new model, "
                 f"and {why}"
             )
             access.refuse(admitted.client, 409, "smallest cohort", reason)
@@ -197,8 +197,8 @@ class SessionRoutes:
         if said.smallest_cohort <= others + 1:
             return None
         return (
-            f"the run is under way with {others + 1} of them, this one included, who would have to "
-            f"wait: come again when more are there"
+            f"the run has started and only {others + 1} of them are connected, including this "
+            "one, so all would wait: retry when more are connected"
         )
 
     async def _arrives(self, seat: ClientSession, here: CheckInRecord) -> None:
