@@ -233,7 +233,7 @@ def test_a_damaged_update_ends_it_with_file_round_and_client(
         file.unlink()
     else:
         swapped(run)
-    said = r"updates/[89]\.safetensors.*: the file is the update of client \d \('c\d'\) in round 5.*restore"
+    said = r"updates/[89]\.safetensors.*: .*update of client \d \('c\d'\) in round 5.*restore"
     with pytest.raises(DamagedUpdateError, match=said) as caught:
         use(run)
     assert caught.value.exit_code == 1
