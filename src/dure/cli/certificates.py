@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 USAGE = """\
 dure certificates init                 create an authority, which signs the certificates below
-dure certificates server [HOST ...]    create one for a server, with the names and addresses that clients use
-dure certificates client NAME          create one for a client, for servers that require it
+dure certificates server [HOST ...]    for a server, with the names and addresses that clients use
+dure certificates client NAME          for a client, if the server requires one
 
 A server needs server.pem (and server.key beside it); clients need authority.pem.
 Every command takes --help.
