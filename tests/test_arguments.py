@@ -57,7 +57,10 @@ def trained(strategy: Any, world: Any = None, stop: Any = None, **more: Any) -> 
             trained(dure.SplitLearning(cut=(1,))),
             "cut is \\(1,\\), but .* each element of which is a",
         ),  # type: ignore[arg-type]
-        (lambda: dure.SecureAggregation(range=float("inf")), "range is inf, but it is above 0"),
+        (
+            lambda: dure.SecureAggregation(range=float("inf")),
+            "range is inf, but it has to be greater than 0",
+        ),
         (lambda: small_task(loss=nn.MSELoss), "Task\\(loss=MSELoss\\) is a class"),
         (lambda: small_task(train="digits"), "data of the type str are not supported"),
         (

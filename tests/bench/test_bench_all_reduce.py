@@ -106,7 +106,7 @@ def test_a_tiny_benchmark_writes_json_and_a_page(dure: Dure, tmp_path: Path) -> 
     assert [key[:2] for key in kept.links] == [("gloo", 2)]
     text = (tmp_path / "out" / "all-reduce.html").read_text()
     assert "default-src 'none'" in text
-    assert "Compare implementations of all-reduce" in text
+    assert "All-reduce, side by side" in text
 
 
 @pytest.mark.skipif(open_mpi.absent() is not None, reason="Open MPI is not installed")

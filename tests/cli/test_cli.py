@@ -107,7 +107,7 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
         ("train mnist single-worker", "the task mnist needs --data DIR"),
         (
             "train mnist single-worker --data nowhere",
-            "nowhere; it has to hold train-images-idx3-ubyte",
+            "nowhere; it has to contain train-images-idx3-ubyte",
         ),
         ("train digits single-worker --bach-size 3", "--bach-size, 3, did you mean --batch-size?"),
         ("train digits single-worker --batch-size few", "Error parsing --batch-size"),
@@ -140,11 +140,11 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
         ),
         (
             "train digits single-worker --workers 2",
-            "single-worker is one worker: leave out --workers 2",
+            "single-worker has one worker: leave out --workers 2",
         ),
         (
             "train digits single-worker --workers 0",
-            "single-worker is one worker: leave out --workers 0",
+            "single-worker has one worker: leave out --workers 0",
         ),
         (
             "train digits single-worker --epochs -1",

@@ -90,11 +90,11 @@ def test_measuring_is_told_too(clock) -> None:
 def test_the_display_of_a_run_takes_what_is_no_progress(capsys) -> None:
     with Display(Stop(rounds=2)) as display:
         display("training", {"serving": "https://here:1", "run": "a"})
-        display("training", {"waiting": "1 of 3 clients are there"})
+        display("training", {"waiting": "1 of 3 clients are connected"})
         display("training", {"federation": THERE})
     said = capsys.readouterr().err
     assert "serving at https://here:1\n" in said
-    assert "1 of 3 clients are there\n" in said
+    assert "1 of 3 clients are connected\n" in said
 
 
 def test_a_client_shows_its_round_its_transfer_and_what_came_of_the_last() -> None:

@@ -51,19 +51,22 @@ def test_a_folder_and_days_can_be_said(said) -> None:
     ("line", "message"),
     [
         ("certificates srver", "did you mean 'server'"),
-        ("certificates server", "make one with dure certificates init"),
+        ("certificates server", "create one with dure certificates init"),
         ("certificates init here", "takes no names"),
         ("certificates client", "name one client"),
         ("certificates init --day 3", "did you mean --days"),
         ("clients list", "name RUN"),
         ("clients revoke run", "name RUN CLIENT"),
-        ("clients list nowhere", "no server has begun a run there: nowhere/clients.db is missing"),
+        (
+            "clients list nowhere",
+            "no run was served from this folder: nowhere/clients.db is missing",
+        ),
         ("clients invte run", "did you mean 'invite'"),
-        ("clients revoke run nobody", "no client is called 'nobody'"),
-        ("clients invite run --number 3", "there is no client 3: they are 0 to 2"),
+        ("clients revoke run nobody", "no client has the name 'nobody'"),
+        ("clients invite run --number 3", "there is no client 3: client numbers are 0 to 2"),
         ("clients invite run --count 2 --name x", "leave --count out"),
         ("clients invite run --count 0", "1 or more"),
-        ("clients invite run --days nan", "lasts some time"),
+        ("clients invite run --days nan", "has to be more than 0 s"),
     ],
 )
 def test_mistakes_are_told_in_one_line(said, served, line, message) -> None:

@@ -54,7 +54,7 @@ def test_server_and_clients_of_one_command_end_with_ctrl_c_and_go_on(tmp_path: P
     process = serve(*federation, "--local", "--rounds", "100000", "--out", str(run))
     try:
         assert "serving at http://127.0.0.1:" in read_until(process, "serving at")[-1]
-        read_until(process, "2 of 2 clients are there")
+        read_until(process, "2 of 2 clients are connected")
         read_until(process, "training: round")
         assert len(clients_of(run)) == 2
         process.send_signal(signal.SIGINT)
@@ -150,7 +150,7 @@ def test_a_server_that_stays_away_is_given_up(
         status, said = joins(url, *flags, capsys=capsys)
         assert status == 1
         assert said[-1].startswith(f"dure: {url} was not reached for 0.36 s: ")
-        assert said[-1].endswith("nothing is kept here without --state")
+        assert said[-1].endswith("no state is saved without --state")
     status, said = joins(url, "--give-up", "0", capsys=capsys)
     assert status == 2
     assert "more than 0 hours" in said[0]
@@ -161,7 +161,7 @@ def test_http_to_a_server_of_https_is_told(capsys: pytest.CaptureFixture[str]) -
     with answering(lambda connection: connection.recv(1 << 16) and None) as port:
         status, said = joins(f"http://127.0.0.1:{port}", stop_after=2, capsys=capsys)
     assert status == 130
-    assert "is it a server of https://?" in said[0]
+    assert "is it an https:// server?" in said[0]
     assert len(said) == 2
 
 
@@ -172,7 +172,7 @@ def test_a_web_server_is_no_server_of_dure(capsys: pytest.CaptureFixture[str]) -
 
     with answering(answer) as port:
         status, said = joins(f"http://127.0.0.1:{port}", capsys=capsys)
-    what = f"dure: what answers at 127.0.0.1:{port} is no server of dure: it answers 404 Not Found"
+    what = f"dure: 127.0.0.1:{port} is not a server of dure: it answers 404 Not Found"
     assert (status, said) == (1, [what])
 
 

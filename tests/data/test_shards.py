@@ -203,7 +203,10 @@ BROKEN = {
     "two kinds": ({"a.safetensors": b"", "a.inputs.npy": b""}, "of one kind"),
     "no header": ({"a.safetensors": b"\xff" * 20}, "not a safetensors file"),
     "not a JSON": ({"a.safetensors": (2).to_bytes(8, "little") + b"xx"}, "not a safetensors file"),
-    "no tensor": ({"a.safetensors": _header({"inputs": {"dtype": "F32"}})}, "no tensor"),
+    "does not describe a tensor": (
+        {"a.safetensors": _header({"inputs": {"dtype": "F32"}})},
+        "does not describe a tensor",
+    ),
     "no column": ({"a.safetensors": _header({"x": ONE}) + b"\0" * 8}, "no column inputs, targets"),
     "too short": (
         {"a.safetensors": _header({"inputs": ONE, "targets": ONE})},
@@ -275,7 +278,7 @@ def test_columns_of_arrow_that_are_no_tensors_are_refused(tmp_path):
         {"inputs": [[1.0], [2.0, 3.0]], "targets": [0, 1], "name": ["a", "b"], "hole": [1, None]}
     )
     writer.write_table(uneven, tmp_path / "0.parquet")
-    for column, message in [("name", "of string"), ("hole", "is null")]:
+    for column, message in [("name", "type string"), ("hole", "is null")]:
         with pytest.raises(DataError, match=message):
             # The first row of each is what it seems; the second is seen when it is read.
             dure.Shards(tmp_path, column, "targets").batch(torch.tensor([0, 1]))

@@ -151,7 +151,7 @@ def test_items_that_make_no_batch_are_told_what_they_need():
     ("make", "complaint"),
     [
         (lambda: (Frame(a=numpy.zeros(2), b=numpy.array(["x", "y"])), torch.zeros(2)), "columns b"),
-        (lambda: (numpy.zeros(2), numpy.array(["x", "y"])), "is no tensor"),
+        (lambda: (numpy.zeros(2), numpy.array(["x", "y"])), "cannot be a tensor"),
         (lambda: [{"text": "a", "labels": 1}], "has texts in text"),
         (lambda: [{"words": 1}], "needs a column labels for the targets; it has words"),
         (lambda: DataLoader(Sentences(), collate_fn=lambda items: 3), "returned a int"),
@@ -159,7 +159,7 @@ def test_items_that_make_no_batch_are_told_what_they_need():
         (lambda: DataLoader(Sentences(), batch_sampler=[[0, 1]]), "batch_sampler"),
         (lambda: DataLoader(Sentences(), worker_init_fn=print), "worker_init_fn"),
         (lambda: DataLoader(Sentences(), sampler=WeightedRandomSampler([1.0] * N, 3)), "of 3 for"),
-        (lambda: DataLoader(Stream()), "does not say how many examples"),
+        (lambda: DataLoader(Stream()), "has no length"),
         (lambda: StreamExamples(Stream(), length=0), "length is 0"),
     ],
 )

@@ -220,7 +220,9 @@ def test_a_frozen_weight_in_the_memory_of_a_trained_one_is_refused(system: Any) 
         model.scores.weight = nn.Parameter(model.words.data)
         return model
 
-    with pytest.raises(ValueError, match=r"scores\.weight lie in the same memory|words lie in"):
+    with pytest.raises(
+        ValueError, match=r"scores\.weight are two tensors in the same memory|words are two"
+    ):
         dure.train(small_task(model=in_one_memory), system, stop=dure.Stop(rounds=1))
 
 

@@ -467,7 +467,7 @@ def test_what_a_step_changes_in_place_is_its_own() -> None:
     ("step", "message"),
     [
         (lambda w, d, u: d[0], "returns a Tensor, but has to return a list of tensors"),
-        (lambda w, d, u: [w[0][1:]], r"float64 \[214\], and the model has torch.float64 \[215\]"),
+        (lambda w, d, u: [w[0][1:]], r"float64 \[214\], but the model has torch.float64 \[215\]"),
         (lambda w, d, u: [w[0].float()], "returns weights of torch.float32"),
         (lambda w, d, u: [w[0] / 0], "returns weights that are not finite"),
         (lambda w, d, u: 1 / 0, "ZeroDivisionError"),
@@ -501,10 +501,10 @@ def test_an_objective_that_is_no_number_is_told_with_its_client() -> None:
             Nova,
             Own,
             {"privacy": "secure-aggregation"},
-            "step of Nova of own looks at single updates",
+            "step of Nova of own needs single updates",
         ),
-        (Nova, Own, {"privacy": "user-level:1:1"}, "step of Nova of own looks at single updates"),
-        (Moon, Own, {"privacy": "dp-sgd:1:1"}, "Moon of own has an objective of its own"),
+        (Nova, Own, {"privacy": "user-level:1:1"}, "step of Nova of own needs single updates"),
+        (Moon, Own, {"privacy": "dp-sgd:1:1"}, "Moon of own has its own objective"),
         (Moon, dure.PerFedAvg, {}, "the algorithm has its own objective: use fed-avg"),
     ],
 )

@@ -23,8 +23,8 @@ def test_a_remote_answer_takes_the_way_and_the_server() -> None:
     ("changed", "complaint"),
     [
         ({"up_mbit": 0.0}, "have to be greater than 0"),
-        ({"device_seconds": -1.0}, "at least 0"),
-        ({"delay": float("nan")}, "at least 0"),
+        ({"device_seconds": -1.0}, "0 or more"),
+        ({"delay": float("nan")}, "0 or more"),
     ],
 )
 def test_links_that_cannot_be_are_refused(changed: dict[str, float], complaint: str) -> None:

@@ -158,7 +158,7 @@ def kept(*tensors: Any) -> dict[str, Any]:
     [
         (bytearray(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), "not a message of dure"),
         (bytearray(b"dure"), "begins with 24 bytes"),
-        (made(kept(), version=9), "is of version 9"),
+        (made(kept(), version=9), "has version 9"),
         (made(kept())[:-1], "has .* bytes, but its header states"),
         (made(kept(), size=1 << 60), "has .* bytes, but its header states"),
         (made(kept(["float32", [2]]), bytes(4)), "is incomplete"),

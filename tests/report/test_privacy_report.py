@@ -39,7 +39,7 @@ def test_the_section_says_whose_epsilon_it_is_and_what_was_assumed(folders: list
     for words in ("client", promise["neighbours"], promise["sampling"], promise["against"]):
         assert words in text
     # What no epsilon covers is said beside it.
-    for words in ("metrics", "target", "Secure aggregation", "cannot see to it"):
+    for words in ("metrics", "target", "Secure aggregation", "cannot enforce"):
         assert words in text
     (line,) = drawn[FIGURE]["series"]
     assert line["x"] == [1, 2]

@@ -106,5 +106,5 @@ def test_a_folder_that_is_named_by_a_link_is_copied(run: Path, tmp_path: Path) -
     (tmp_path / "latest").symlink_to(run)
     copy = dure.backup(tmp_path / "latest", tmp_path / "copy")
     assert (copy / "config.json").read_bytes() == (run / "config.json").read_bytes()
-    with pytest.raises(RunFolderError, match="lies in"):
+    with pytest.raises(RunFolderError, match="is inside"):
         dure.backup(tmp_path / "latest", run / "copy")

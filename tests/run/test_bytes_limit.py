@@ -117,7 +117,7 @@ def test_a_run_goes_on_with_the_clients_that_may_still_transfer(tmp_path: Path) 
 
 
 def test_a_budget_too_small_for_one_update_is_told() -> None:
-    with pytest.raises(TooFewClientsError, match="may transfer 100 bytes each, and an update"):
+    with pytest.raises(TooFewClientsError, match="may transfer 100 bytes each, but an update"):
         dure.train(
             small_task(),
             dure.FedAvg(clients=2),

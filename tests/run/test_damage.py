@@ -124,7 +124,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"history\.jsonl does not contain",
     ),
     "lines, old": (lambda run: (without_seal(run), without_lines(run)), r"history\.jsonl does not"),
-    "other run": (checkpoint_of_other, "00000006 is of another run than"),
+    "other run": (checkpoint_of_other, "00000006 belongs to another run than"),
     "other step": (
         lambda run: newest(run).rename(run / "checkpoint" / "00000016"),
         "00000016 is damaged .it contains step 6",
@@ -134,7 +134,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         of_config(lambda config: config["strategy"].update(batch_size=4)),
         "strategy.batch_size is 4 and was 8",
     ),
-    "run": (of_config(lambda config: config.update(run="0" * 16)), "is of another run than"),
+    "run": (of_config(lambda config: config.update(run="0" * 16)), "belongs to another run than"),
     "a list": (state_is("[]"), "00000006 is damaged"),
     "a number": (state_is("1" + "0" * 5000), "00000006 is damaged"),
     "deep": (state_is(DEEP), "00000006 is damaged"),

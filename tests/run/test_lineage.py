@@ -73,7 +73,7 @@ def test_a_model_with_a_bit_changed_is_found_out(copy) -> None:
     content = bytearray(model.read_bytes())
     content[-1] ^= 1
     model.write_bytes(content)
-    with pytest.raises(LineageError, match="not the model that was signed"):
+    with pytest.raises(LineageError, match="not the signed model"):
         verify(model)
 
 
@@ -107,7 +107,7 @@ def test_the_command_says_it_and_its_exit_status_too(served, copy, capsys) -> No
     assert "2 sent 6 updates (0, 1)" in said
     (copy / "model.safetensors").write_bytes(b"another")
     assert main(["verify", str(copy)]) == 1
-    assert "not the model that was signed" in capsys.readouterr().err
+    assert "not the signed model" in capsys.readouterr().err
 
 
 def sign(folder: Path, lineage: object) -> None:
@@ -128,7 +128,7 @@ def test_what_is_signed_and_is_no_lineage_is_told_in_a_line(copy, capsys, lineag
 
 def test_a_lineage_cannot_write_over_what_is_said_of_it(copy, capsys) -> None:
     lineage = verify(copy).lineage
-    forged = "\x1b[2J\x1b[Hfed\nas it was signed by 00ff"
+    forged = "\x1b[2J\x1b[Hfed\nunchanged since it was signed by 00ff"
     sign(copy, {**lineage, "system": {"name": forged}, "run": forged})
     assert main(["verify", str(copy / "model.safetensors")]) == 0
     said = capsys.readouterr().out

@@ -180,7 +180,7 @@ def test_a_run_goes_on_with_the_roster_with_which_it_was_begun(tmp_path: Path) -
         dure.resume(tmp_path / "run", task=small_task(), stop=dure.Stop(rounds=2))
     assert "client 0 (ward 0) has the identity" in str(error.value)
     assert str(tmp_path / "run") in str(error.value)
-    with pytest.raises(ServeError, match="was begun with a roster"):
+    with pytest.raises(ServeError, match="was started with a roster"):
         resumed(tmp_path / "run", dure.Network(port=0))
 
 
@@ -191,7 +191,7 @@ def resumed(folder: Path, network: dure.Network) -> None:
 def test_a_run_that_was_begun_without_a_roster_gets_none_later(tmp_path: Path) -> None:
     served(tmp_path, joins(tmp_path, "a", ""), clients=1)
     path = roster(tmp_path, "a")
-    with pytest.raises(ServeError, match="was begun without a roster"):
+    with pytest.raises(ServeError, match="was started without a roster"):
         resumed(tmp_path / "run", dure.Network(port=0, roster=str(path)))
     assert not (tmp_path / "run" / FILE).exists()
 

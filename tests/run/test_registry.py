@@ -168,7 +168,7 @@ def test_a_text_that_says_none_is_refused(text, complaint):
             {"name": "processes", "rank": 2},
             "Processes has no field 'rank', did you mean 'ranks'?",
         ),
-        (decode_world, {"name": "processes", "ranks": 0}, "it takes at least one"),
+        (decode_world, {"name": "processes", "ranks": 0}, "it has to be 1 or more"),
     ],
 )
 def test_what_was_written_wrongly_is_refused(decode, written, complaint):

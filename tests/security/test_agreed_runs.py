@@ -166,7 +166,7 @@ def test_a_site_keeps_its_number(tmp_path: Path) -> None:
         one.kept.enter(FolderOwner("http://127.0.0.1:1", "run-1", 1, ""))
         server.answers += [WELCOME, replace(WELCOME, client=2)]
         one.session.check_in(CheckIn(2, "ward", 5))
-        with pytest.raises(PolicyError, match=r"is client 1 .* calls it client 2"):
+        with pytest.raises(PolicyError, match=r"is client 1 .* identifies it as client 2"):
             one.session.check_in(CheckIn(2, "ward", 5))
 
 
@@ -186,14 +186,14 @@ def test_a_site_says_at_each_check_in_how_many_clients_it_asks_for(tmp_path: Pat
         one.session.check_in(CheckIn(2, "ward", 5))
         assert [said["smallest_cohort"] for _, said in server.asked] == [3, 3]
         server.answers.append(replace(WELCOME, smallest_cohort=2))
-        with pytest.raises(PolicyError, match=r"at least 3 clients.*keeps to 2"):
+        with pytest.raises(PolicyError, match=r"at least 3 clients.*guarantees 2"):
             one.session.check_in(CheckIn(2, "ward", 5))
 
 
 def test_a_server_that_knows_of_no_smallest_cohort_is_left_alone(tmp_path: Path) -> None:
     with (
         site(tmp_path, Policy(smallest_cohort=3)) as (one, server),
-        pytest.raises(PolicyError, match="keeps to no number"),
+        pytest.raises(PolicyError, match="guarantees no number"),
     ):
         agrees(one, server, replace(WELCOME, smallest_cohort=0))
 
@@ -303,7 +303,7 @@ def test_a_site_measures_so_many_models_of_a_round(tmp_path: Path) -> None:
         assert [bool(one.refusal(3, model, 5)) for model in models] == [False, False, True]
         # Asked again, since an answer was lost.
         assert one.refusal(3, models[0], 5) == ""
-        assert "at least 5 examples, and here are 4" in one.refusal(4, models[0], 4)
+        assert "at least 5 examples, but this site has 4" in one.refusal(4, models[0], 4)
     with ClientState(tmp_path) as state:
         again = EvaluationBound(policy, state, "run-1")
         assert "2 evaluations a round" in again.refusal(3, models[2], 5)

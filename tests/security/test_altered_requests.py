@@ -139,5 +139,5 @@ def test_a_signed_range_is_taken_and_not_the_header(target: Target) -> None:
 
 def test_what_a_client_has_signed_counts_against_it(target: Target) -> None:
     for _ in range(MANY):
-        target.said("client", "/v1/watch", {"ticket": "no number"})
+        target.said("client", "/v1/watch", {"ticket": "not a number"})
     assert 0 in in_quarantine(target)

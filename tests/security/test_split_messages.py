@@ -515,7 +515,7 @@ def test_a_client_that_comes_again_and_again_is_left_out(system: str, tmp_path: 
         peer.lie = lie
 
     found = served(tmp_path, SYSTEMS[system], task, {}, 1, prepare=prepare)
-    assert "come again" in found.refused[LIAR]
+    assert "reconnected" in found.refused[LIAR]
     assert found.losses[0] is not None
 
 

@@ -360,7 +360,7 @@ def test_a_party_that_has_lost_what_it_knew_is_named(tmp_path: Path) -> None:
     for file in (tmp_path / "site-1").glob("head-*.tree"):
         file.unlink()
     wire.comes(1)
-    with pytest.raises(PartyLostError, match=r"party 1 .* go on with the --state folder"):
+    with pytest.raises(PartyLostError, match=r"party 1 .* use its former --state folder"):
         one.advance(0)
 
 

@@ -107,7 +107,7 @@ def test_refused_is_what_divides_to_one_and_what_is_advised_is_not(
 )
 def test_every_system_refuses_before_the_run(strategy: Any, world: Any) -> None:
     n = 33 if strategy.batch_size == 8 else 43
-    with pytest.raises(ValueError, match=r"batch norm cannot compute statistics"):
+    with pytest.raises(ValueError, match=r"batch norm.* cannot compute statistics"):
         dure.train(task(n), strategy, world, dure.Stop(epochs=1))
     if strategy.batch_size > 2:  # nobody else is refused
         plain = small_task(train=examples(n), test=None)

@@ -150,12 +150,12 @@ class Statistic(NamedTuple):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (None, "gives None"),
-        ("high", "gives 'high'"),
+        (None, "returns None"),
+        ("high", "returns 'high'"),
         (torch.ones(3), r"returns a tensor of shape \[3\]"),
-        (torch.ones(3).numpy(), r"gives an array of shape \[3\]"),
+        (torch.ones(3).numpy(), r"returns an array of shape \[3\]"),
         ((torch.zeros(3), torch.tensor(3)), r"returns \(a tensor of shape \[3\], a tensor of sh"),
-        ((1, 2, 3), r"gives \(a int, a int, a int\)"),
+        ((1, 2, 3), r"returns \(a int, a int, a int\)"),
         ({"f1": 1.0}, "returns a dict"),
         (torch.ones(2, 3).max(dim=1), "returns a max"),
         (Statistic(0.9, 0.01), "returns a Statistic"),

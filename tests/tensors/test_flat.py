@@ -122,12 +122,16 @@ def test_a_parameter_in_the_memory_of_another_tensor_is_refused_by_both_names():
     check_no_shared_memory(model)
     assert flat.buffers
     model.head = nn.Parameter(model.first.weight.data.T, requires_grad=False)
-    with pytest.raises(ValueError, match=r"head and first\.weight lie in the same memory"):
+    with pytest.raises(
+        ValueError, match=r"head and first\.weight are two tensors in the same memory"
+    ):
         check_no_shared_memory(model)
     model.head = nn.Parameter(model.first.weight.detach().clone())
     check_no_shared_memory(model)
     model.register_buffer("last", model.first.bias.data[2:])
-    with pytest.raises(ValueError, match=r"first\.bias and last lie in the same memory"):
+    with pytest.raises(
+        ValueError, match=r"first\.bias and last are two tensors in the same memory"
+    ):
         check_no_shared_memory(model)
 
 
@@ -135,7 +139,7 @@ def test_columns_of_one_matrix_are_apart_and_frozen_ones_may_be_the_same():
     whole = torch.zeros(4, 6)
     left, right = nn.Parameter(whole[:, :3]), nn.Parameter(whole[:, 3:])
     check_no_shared_memory(nn.ParameterList([left, right]))
-    with pytest.raises(ValueError, match="0 and 1 lie in the same memory"):
+    with pytest.raises(ValueError, match="0 and 1 are two tensors in the same memory"):
         check_no_shared_memory(nn.ParameterList([left, nn.Parameter(whole[:, 2:4])]))
     same = [nn.Parameter(whole, requires_grad=False), nn.Parameter(whole, requires_grad=False)]
     check_no_shared_memory(nn.ParameterList(same))

@@ -171,7 +171,7 @@ def test_where_all_have_left_for_the_last_time_the_run_ends_at_once(
         "client,start,end\n" + "".join(f"{client},0,{1 + client}\n" for client in range(4))
     )
     world = dure.Simulated(engine="loop", availability=f"file:{path}")
-    with pytest.raises(TooFewClientsError, match="no client will be there again after"):
+    with pytest.raises(TooFewClientsError, match="no client is available after"):
         dure.train(
             small_task(),
             strategy,
@@ -180,7 +180,7 @@ def test_where_all_have_left_for_the_last_time_the_run_ends_at_once(
             out=tmp_path / "run",
             checkpoint_every=1,
         )
-    with pytest.raises(TooFewClientsError, match="no client will be there again after"):
+    with pytest.raises(TooFewClientsError, match="no client is available after"):
         dure.resume(tmp_path / "run", task=small_task())
 
 

@@ -54,7 +54,7 @@ def test_gpus_are_taken_in_turn_where_there_are() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ((0,), "0 threads are not a world"),
+        ((0,), "threads is 0"),
         ((1, ("cpu", "cpu")), "2 devices are too many for 1 threads"),
         ((1, ("gpu",)), "'gpu' is not a device: write cpu, cuda, or cuda:1"),
         ((1, ("meta",)), "dure computes on cpu and cuda, not on meta"),

@@ -43,7 +43,7 @@ class AuditOptions:
         delta: delta of the canaries' bound on epsilon; by default that of the run's promise, or
             1e-5.
         seed: seed of the attacks' starting points.
-        task: the task, path/to/file.py:name, if the run was not begun here.
+        task: the task, path/to/file.py:name, if the run was not started here.
         strategy: the class of the strategy, path/to/file.py:Name, likewise.
         json: print audit.json on standard output, and no table.
     """

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from dure.wire.certificates import CertificateFiles
 
 USAGE = """\
-dure certificates init                 make an authority, which signs the certificates below
-dure certificates server [HOST ...]    one for a server, by the names and addresses that clients use
-dure certificates client NAME          one for a client, for servers that ask for it
+dure certificates init                 create an authority, which signs the certificates below
+dure certificates server [HOST ...]    for a server, with the names and addresses that clients use
+dure certificates client NAME          for a client, if the server requires one
 
-A server is given server.pem (and server.key beside it); clients are given authority.pem.
+A server needs server.pem (and server.key beside it); clients need authority.pem.
 Every command takes --help.
 """
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 USAGE = """\
 dure clients invite RUN          print a token with which one client can enrol, once
-dure clients list RUN            who is enrolled, and how many invitations are open
-dure clients revoke RUN CLIENT   its key is no longer good; its number stays taken
-dure clients forget RUN CLIENT   the same, and what is known of it is deleted
-dure clients withdraw RUN        no open invitation is good any more
+dure clients list RUN            list the enrolled clients and the number of open invitations
+dure clients revoke RUN CLIENT   make its key invalid; its number stays taken
+dure clients forget RUN CLIENT   the same, and delete its record
+dure clients withdraw RUN        make all open invitations invalid
 
 RUN is the folder of a run that is served; CLIENT is a number or a name.
 Every command takes --help.

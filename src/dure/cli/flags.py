@@ -225,7 +225,7 @@ class ResumeOptions:
 
     Args:
         resume: the run folder.
-        task: the task, path/to/file.py:name, if the run was not begun here and its task is not
+        task: the task, path/to/file.py:name, if the run was not started here and its task is not
             built in.
         strategy: the class of the strategy, path/to/file.py:Name, likewise.
         world: the class of the world, path/to/file.py:Name, likewise.

@@ -76,36 +76,36 @@ USAGE = """\
 dure trains one PyTorch model with many machines, by the system you name, and measures it.
 
   dure train TASK SYSTEM [options]   train; `dure train TASK SYSTEM --help` lists the options
-  dure train --resume RUN            go on with what was interrupted or killed: a run, or many
+  dure train --resume RUN            resume an interrupted or killed run, or a folder of many runs
   dure serve TASK SYSTEM [options]   serve a federation to clients on a network; --local starts them
-  dure join URL TASK [options]       take part in it, with this machine's data
+  dure join URL TASK [options]       take part in it as a client, with this machine's data
   dure personalise DIR TASK          train the newest model on this machine's data, offline
-  dure replay RUN                    make a recorded federation's models again, to the same bits
-  dure backup RUN TO                 copy a run folder, also while it is served
-  dure audit FILE                    check the log of what has left a client
-  dure audit RUN                     what a simulation's updates give away, by attacks on them
-  dure verify RUN|MODEL              check a model's signature, and say where it comes from
-  dure compare TASK [SYSTEM ...]     many systems on one task: a table and a report
-  dure sweep TASK SYSTEM --grid ...  one system with many settings: which are the best
-  dure list [FOLDER]                 the runs that there are, and how far each has come
-  dure show RUN                      what a run was and came to
-  dure predict RUN INPUT             what its trained model says of a file, or of an example
-  dure systems                       the systems as a family tree, and the worlds they live in
-  dure watch RUN [RUN ...]           the report of runs in a browser, live while they go on
-  dure report RUN [RUN ...]          write the report of runs that are there already
-  dure bench all-reduce [options]    all-reduce by dure, gloo and Open MPI, side by side in one run
-  dure certificates init|server      files for TLS, signed by an authority of your own
-  dure clients invite|list|... RUN   who may take part in a run over a network
-  dure roster key|sign|show|owner    all clients' public keys, signed by a federation's owner
+  dure replay RUN                    recompute a recorded federation's models, bit for bit
+  dure backup RUN TO                 copy a run folder, even while it is served
+  dure audit FILE                    check the log of all data that a client has sent
+  dure audit RUN                     attack the updates of a simulation, to measure what they reveal
+  dure verify RUN|MODEL              check a model's signature, and print its lineage
+  dure compare TASK [SYSTEM ...]     train many systems on one task: a table and a report
+  dure sweep TASK SYSTEM --grid ...  train one system with many settings, and rank them
+  dure list [FOLDER]                 list runs and their progress
+  dure show RUN                      show the settings and results of a run
+  dure predict RUN INPUT             print the trained model's predictions for a file or examples
+  dure systems                       print the systems as a family tree, and their worlds
+  dure watch RUN [RUN ...]           show the report of runs in a browser, live while they train
+  dure report RUN [RUN ...]          write the report of existing runs
+  dure bench all-reduce [options]    compare all-reduce by dure, gloo and Open MPI in one run
+  dure certificates init|server      create files for TLS, signed by your own authority
+  dure clients invite|list|... RUN   manage the clients of a run over a network
+  dure roster key|sign|show|owner    manage the list of clients' public keys that the owner signs
   dure --version
 
 Tasks
 {tasks}
-  path/to/file.py:name or package.module:name, a dure.Task of your own or what returns one
+  path/to/file.py:name or package.module:name, your own dure.Task, or a function that returns one
 
 Systems
 {systems}
-  path/to/file.py:Name or package.module:Name, a dure.Strategy of your own
+  path/to/file.py:Name or package.module:Name, your own dure.Strategy
 
 Examples
   dure compare digits
@@ -118,8 +118,8 @@ Examples
 """
 
 USAGE_OF_TRAIN = """\
-dure train TASK SYSTEM [options]   train a task by a system, and measure it
-dure train --resume RUN            go on with a run, or with many in one folder
+dure train TASK SYSTEM [options]   train a task with a system, and measure it
+dure train --resume RUN            resume a run, or many in one folder
 
 The options are those of the system, the task, the world, the limits, the run and the output. Most
 depend on the system and the task, so name both to see them:
@@ -129,14 +129,14 @@ depend on the system and the task, so name both to see them:
 
 These are the same for all:
 
-  --epochs N, --seconds N, --target METRIC=VALUE   when it ends; ten epochs if nothing is said
-  --seed N, --seeds N                              same seed, same bits; several, and their spread
-  --out DIR, --label TEXT, --json                  where it is written, and how it is told
-  --weights PATH                                   what the model begins with
+  --epochs N, --seconds N, --target METRIC=VALUE   limits of the run; by default ten epochs
+  --seed N, --seeds N                              same seed, same bits; several: the variation
+  --out DIR, --label TEXT, --json                  where results are written, and in which form
+  --weights PATH                                   initial weights of the model
 
 Tasks      {tasks}
 Systems    {systems}
-           dure systems draws them as a family tree; either may be one of your own, file.py:name
+           dure systems draws them as a family tree; both may be your own, file.py:name
 """
 
 DEBUG = "--debug"

@@ -28,7 +28,7 @@ class PredictOptions:
     """Options of predictions.
 
     Args:
-        task: the task, path/to/file.py:name, if the run was not begun here and its task is not
+        task: the task, path/to/file.py:name, if the run was not started here and its task is not
             built in.
         out: a file for all outputs, npy.
         json: print outputs, and probabilities of classes, as JSON on standard output.

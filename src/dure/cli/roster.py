@@ -12,13 +12,13 @@ from dure.cli.flags import names_before_flags, parse_flags
 from dure.errors import suggestion
 
 USAGE = """\
-dure roster key --state DIR      a site prints its public key, also before it has joined
-dure roster owner KEY            the owner of a federation makes a key, a file that stays secret
-dure roster sign LIST --key KEY  the owner signs a list of clients, lines NUMBER NAME PUBLICKEY
+dure roster key --state DIR      print the public key of a site, even before it has joined
+dure roster owner KEY            create the key of a federation's owner, a file to keep secret
+dure roster sign LIST --key KEY  sign, as owner, a list of clients, lines NUMBER NAME PUBLICKEY
 dure roster show ROSTER          check a signed roster, and print it
 
-A server is given the roster (dure serve --roster), and sites the owner's public key or its
-fingerprint (dure join --owner), on another way than through the server.
+Give the roster to the server (dure serve --roster), and the owner's public key or its fingerprint
+to the sites (dure join --owner), not through the server.
 Every command takes --help.
 """
 

@@ -129,8 +129,7 @@ def show_run(
         # Exit code 2 means that the user has to change the input: resuming would fail again.
         if error.exit_code == 1 and (folder / "checkpoint").is_dir():
             print(
-                f"dure: the run has a checkpoint; resume with {command} --resume "
-                f"{folder}",
+                f"dure: the run has a checkpoint; resume with {command} --resume {folder}",
                 file=sys.stderr,
             )
         raise

@@ -19,7 +19,7 @@ class ReplayOptions:
     """User code that the run names.
 
     Args:
-        task: the task, path/to/file.py:name, if the run was not begun here.
+        task: the task, path/to/file.py:name, if the run was not started here.
         strategy: the class of the strategy, path/to/file.py:Name, likewise.
     """
 

@@ -117,7 +117,7 @@ def spare_copy(model: nn.Module, spare: bool = False) -> Iterator[nn.Module]:
     twin = copy_of(model)
     if twin is None and not spare:
         raise ValueError(
-            "what the model keeps for its backward pass cannot be measured: there is no copy of it"
+            "the model's activations cannot be measured, because the model cannot be copied"
         )
     before = generators_state()
     try:

@@ -38,7 +38,7 @@ def client_bars(one: FederationRun, metric: str) -> str:
     name = escape(metric_name(metric))
     heading = f"<h3>{swatch(one.place)}<span>{escape(one.run.label)}: {name} by client</span></h3>"
     left = len(known) - len(shown)
-    more = f'<p class="aside">{left} more clients, all of which do better.</p>' if left else ""
+    more = f'<p class="aside">{left} more clients, all with better values.</p>' if left else ""
     return f'<div class="bars clients">{heading}<ul>{rows}</ul>{more}</div>'
 
 

@@ -243,9 +243,8 @@ def _curves(runs: Sequence[ReportedRun]) -> str:
         f'<div class="legend" role="group" aria-label="Runs shown">{chips}</div>'
     )
     lead = (
-        "The same runs by what they reached and by what it cost. A click on a run below hides or "
-        "shows it. "
-        '<span class="mouse">Drag to zoom, double-click to go back.</span>'
+        "The same runs by result and by cost. Click on a run below to hide or show it. <span "
+        'class="mouse">Drag to zoom, double-click to go back.</span>'
     )
     return section("learning", "Curves", lead, body)
 

@@ -184,13 +184,14 @@ def pipelines(runs: Sequence[ReportedRun]) -> str:
     if not blocks:
         return ""
     lead = (
-        "One step from the middle of each run, the median of its full steps, as measured. Below it "
-        "the same schedule simulated: messages take no time, and each kind of action takes in each "
-        "stage its mean of that step. The bubble is the share of the ranks’ time in which they "
-        "compute nothing, and idle over busy that time over the one in which they compute. A rank "
-        "holds at most so many micro-batches at once, each of one stage. "
-        "There and back are the bytes of values and of gradients that cross to the next stage in a "
-        "full step. Of a mesh the first pipeline is shown, and of divided layers its part."
+        "One step from the middle of each run, the median of its full steps, as measured. Below "
+        "it the same schedule, simulated: messages take no time, and each kind of action takes "
+        "its mean duration in that step and stage. The bubble is the share of the ranks’ time in "
+        "which they compute nothing, and idle over busy that time over the one in which they "
+        "compute. The table has the largest number of micro-batches that a rank holds at once, "
+        "each of one stage. There and back are the bytes of values and of gradients that cross "
+        "to the next stage in a full step. For a mesh, the first pipeline is shown; for divided "
+        "layers, one part."
     )
     return section("pipelines", "Pipeline", lead, blocks)
 

@@ -163,8 +163,8 @@ def _pictures(told: PredictionSummary) -> str:
         return ""
     shown = "".join(_picture(told, one) for one in told.seen)
     return (
-        '<p class="aside">Examples of the test data: the first ones, and some that the model takes '
-        f'for another class.</p><div class="seen">{shown}</div>'
+        '<p class="aside">Examples of the test data: the first ones, and some that the model '
+        f'predicts wrongly.</p><div class="seen">{shown}</div>'
     )
 
 

@@ -45,12 +45,12 @@ def promises(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> str:
     if not rows:
         return ""
     lead = (
-        "What the models of a run tell of any one client or example is at most a factor of "
-        "e to the power of epsilon in the probability of anything, but with the probability delta. "
-        "Outside of it lie metrics, which are measured without noise, and a run that ends by a "
-        "target of them; the settings, which somebody may have chosen by looking at data; and who "
-        "is enrolled. Secure aggregation hides single updates from the server, and cannot see to "
-        "it that clients clip them."
+        "One client or example changes the probability of any outcome of a run’s models by at "
+        "most a factor of e to the power of epsilon, except with probability delta. The "
+        "guarantee does not cover metrics, which are measured without noise, or a run that ends "
+        "at a target of them; settings that were chosen by looking at data; and the list of "
+        "enrolled clients. Secure aggregation hides single updates from the server, but cannot "
+        "enforce that clients clip them."
     )
     head = ("run", "epsilon", "delta", "of any", "against", "neighbouring data", "sampling")
     words = ("of any", "against", "neighbouring data", "sampling")

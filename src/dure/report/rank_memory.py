@@ -33,10 +33,10 @@ def rank_memory_section(runs: Sequence[ReportedRun]) -> str:
     if not reporting:
         return ""
     lead = (
-        "Bytes of memory that parameters, gradients and the optimizer’s state take on each rank at "
-        "the end of the run, and the peak of its process, in which torch, the data and the "
-        "activations are as well. Buffers are the buffers of the model and, where ZeRO divides "
-        "gradients or parameters, the buffers of ZeRO’s messages."
+        "Bytes of memory that parameters, gradients and the optimizer’s state take on each rank "
+        "at the end of the run, and the peak of its process, which includes torch, the data and "
+        "the activations. Buffers are those of the model and, where ZeRO divides gradients or "
+        "parameters, of its messages."
     )
     if any(_divides_layers(run) for _, run in reporting):
         lead += (
@@ -60,9 +60,9 @@ def _block(index: int, run: ReportedRun) -> str:
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     rows = "".join(_row(rank, columns) for rank in run.ranks[:_MAX_ROWS])
     left = len(run.ranks) - _MAX_ROWS
-    note = f'<p class="aside">{left} more ranks are left out.</p>' if left > 0 else ""
+    note = f'<p class="aside">{left} more ranks are not shown.</p>' if left > 0 else ""
     label = escape(run.label)
-    around = f'class="scroll small" role="region" aria-label="What the ranks of {label} hold"'
+    around = f'class="scroll small" role="region" aria-label="Memory of the ranks of {label}"'
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     return (
         f'<div class="pipeline"><h3>{swatch(index)}<span>{label}</span></h3>'

@@ -133,10 +133,10 @@ def parameter_servers(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) ->
     if not told:
         return ""
     lead = (
-        "Servers own the weights by ranges; workers push gradients and pull weights. The staleness "
-        "of a pull is in clocks: by how many steps the slowest worker of the group was behind the "
-        "step for which the weights were taken. (That of FedAsync counts models that were made "
-        "meanwhile.)"
+        "Servers own the weights by ranges; workers push gradients and pull weights. The "
+        "staleness of a pull is in clocks: by how many steps the slowest worker of the group was "
+        "behind the step for which the weights were taken. (The staleness of FedAsync counts "
+        "models that were made in between.)"
     )
     blocks = "".join(_block(one, drawn) for one in told)
     return section("servers", "Parameter servers", lead, blocks)
@@ -154,7 +154,7 @@ def _block(one: ParameterServerRun, drawn: Mapping[str, JSON]) -> str:
         figure("waiting", "Waiting", "The workers’ time in which they did not compute."),
     )
     first = (
-        "From the start of the run, as long as the account goes: workers compute, the links of "
+        "From the start of the run, as far as it was recorded: workers compute, the links of "
         "servers send weights."
     )
     return (
@@ -226,6 +226,6 @@ def _owners(servers: ParameterServerFacts) -> str:
             f"<td>{size(shard.nbytes)}</td></tr>"
         )
     left = len(servers.shards) - SHARDS
-    note = f'<p class="aside">{count(left)} more shards are left out.</p>' if left > 0 else ""
+    note = f'<p class="aside">{count(left)} more shards are not shown.</p>' if left > 0 else ""
     head = ("shard", "owned by", "keys", "weights")
     return table("Owners of the weights", "narrow", head, rows, texts=["owned by"]) + note

@@ -40,10 +40,10 @@ def divided_models(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> st
         return ""
     lead = (
         f"{_legend()}The model is cut: the head is with the clients, and in the U-shape its end "
-        "too; the tail is on the server. Smashed data are the values at the cut. A message is set "
-        "against its formula for a full batch, and one with a head against the bytes of its "
-        "weights: what an optimizer remembers travels besides, once the weights with momentum, "
-        "twice with Adam."
+        "too; the tail is on the server. Smashed data are the values at the cut. Each message is "
+        "compared with its formula for a full batch, and one with a head with the bytes of its "
+        "weights: the optimizer’s state is sent in addition, as large as the weights with "
+        "momentum, twice as large with Adam."
     )
     return section("split", "Split learning", lead, blocks)
 

@@ -26,11 +26,11 @@ def split_leakage_section(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]
     if not told:
         return ""
     lead = (
-        "Who could learn what, and by which defence less. Where it was measured: how well labels "
-        "are guessed from what crosses the cuts, as AUC (0.5 is guessing at random, 1 is all of "
-        "them), and how much of the inputs is in the smashed data, as distance correlation (0 is "
-        "nothing, 1 is all); of the newest round in the table, of every round in the figures. Of "
-        "several runs it is drawn, too, what they have reached over what leaked."
+        "What each participant could learn, and which defence reduces it. Where it was measured: "
+        "how well labels can be guessed from the tensors at the cuts, as AUC (0.5 is random "
+        "guessing, 1 is all correct), and how much of the inputs is in the smashed data, as "
+        "distance correlation (0 is nothing, 1 is all); the table shows the newest round, the "
+        "figures every round. For several runs a figure shows their results over the leakage."
     )
     figures = [
         figure_of(f"leaks-{meter}", heading)

@@ -64,11 +64,12 @@ def update_leaks(runs: Sequence[ReportedRun]) -> str:
     if not told:
         return ""
     lead = (
-        "Attacks on the updates that a simulation has kept, by whoever reads the server. Each is "
-        "the mean over the sums that were attacked, with its 95 % interval. Labels right: the "
-        "share that was read from the last layer. PSNR and SSIM: of inputs that were rebuilt, each "
-        "with the original that fits best. AUC: how well losses tell members from others (0.5 is "
-        "guessing). An attack that gets little is no proof that there is none that gets more."
+        "Attacks on the updates that a simulation has stored, by an attacker who can read the "
+        "server. Each value is the mean over the attacked sums, with its 95 % interval. Labels "
+        "right: the share of labels that was read from the last layer. PSNR and SSIM: of "
+        "reconstructed inputs, each compared with the most similar original. AUC: how well "
+        "losses distinguish members from non-members (0.5 is guessing). A weak attack does not "
+        "prove that there is no stronger one."
     )
     body = "".join(_table(place, run, audit) + _pictures(audit) for place, run, audit in told)
     return section("updates", "What an update gives away", lead, body)

@@ -73,8 +73,8 @@ def audit(
         examination: choice of attacks; None takes the defaults.
         canaries: clients to replace by canaries in one more training; 0 trains nothing.
         delta: delta of the bound on epsilon; None takes that of the run's promise, or 1e-5.
-        task: as in `dure.resume`, if the run was not begun here.
-        strategy: as in `dure.resume`, if the run was not begun here.
+        task: as in `dure.resume`, if the run was not started here.
+        strategy: as in `dure.resume`, if the run was not started here.
         say: receives progress as (text, done, total).
 
     Raises:

@@ -75,8 +75,8 @@ def refuse_under_torchrun(world: str) -> None:
     """
     if under_torchrun() and (size := launcher_job().size) > 1:
         raise ValueError(
-            f"torchrun has started {size} ranks, and {world} is one: start it without; if nobody "
-            f"has started them, unset {', '.join(_SAY_SO)}"
+            f"torchrun has started {size} ranks, but {world} has one: start it without torchrun; "
+            f"if torchrun was not used, unset {', '.join(_SAY_SO)}"
         )
 
 
@@ -85,7 +85,7 @@ def _number(name: str, least: int, most: int | None = None, default: str | None 
     text = os.environ.get(name, default)
     if text is None:
         raise ValueError(
-            f"the variables {', '.join(_SAY_SO)} say that a launcher has started this process, and "
+            f"the variables {', '.join(_SAY_SO)} are set by a launcher such as torchrun, but "
             f"{name} is not set: {UNSET}"
         )
     bounds = f"at least {least}" if most is None else f"{least} to {most}"
@@ -95,6 +95,6 @@ def _number(name: str, least: int, most: int | None = None, default: str | None 
         number = least - 1
     if number < least or (most is not None and number > most):
         raise ValueError(
-            f"the variable {name} is {text!r}, where a job has a whole number, {bounds}: {UNSET}"
+            f"the variable {name} is {text!r}, but has to be an integer, {bounds}: {UNSET}"
         )
     return number

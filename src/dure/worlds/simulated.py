@@ -363,11 +363,11 @@ class FederationSimulation:
         if not self._underway and len(self._gone) == self._count:
             if self.budget.out or self.budget.most > (self.budget.limit or math.inf):
                 raise TooFewClientsError(
-                    f"clients may transfer {self.budget.limit:,} bytes each, and an update takes "
+                    f"clients may transfer {self.budget.limit:,} bytes each, but an update needs "
                     f"up to {self.budget.most:,}: give a larger transfer_budget"
                 )
             raise TooFewClientsError(
-                f"no client will be there again after {self.now:g} seconds: by the availability "
+                f"no client is available after {self.now:g} seconds: by the availability "
                 f"{self.conditions.availability} all have left for the last time"
             )
         # Not "<=": an update that arrives exactly at a deadline comes first, and counts.

@@ -41,7 +41,7 @@ class Threads(World):
     def __post_init__(self) -> None:
         refuse_under_torchrun("a world of threads")
         if self.threads is not None and self.threads < 1:
-            raise ValueError(f"{self.threads} threads are not a world: it takes at least one")
+            raise ValueError(f"threads is {self.threads}, but it has to be 1 or more")
         given = self.devices
         if not given:
             given = default_devices(self.threads, available_cores())
@@ -51,7 +51,7 @@ class Threads(World):
         count = self.threads if self.threads is not None else len(given)
         if len(given) > count:
             raise ValueError(
-                f"{len(given)} devices are too many for {count} threads: each thread has one"
+                f"{len(given)} devices are too many for {count} threads: each thread uses one"
             )
         # Stored as resolved, so that the run folder has the values on this machine.
         object.__setattr__(self, "threads", count)

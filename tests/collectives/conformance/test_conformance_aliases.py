@@ -201,9 +201,9 @@ def test_begun_calls_take_a_part_in_its_own_place_alone(ranks: Ranks) -> None:
             same(whole[place], values(0, 2, 8)[place] + values(1, 2, 8)[place])
             begun.begin_all_gather(whole, whole[place])()
         else:
-            with raises(ValueError, "not as the block of rank"):
+            with raises(ValueError, "not the block of rank"):
                 begun.begin_reduce_scatter(whole[place], whole)
-            with raises(ValueError, "not as the block of rank"):
+            with raises(ValueError, "not the block of rank"):
                 begun.begin_all_gather(whole, whole[place])
             mine = whole[ranks.rank]
             begun.begin_reduce_scatter(mine, whole).end()

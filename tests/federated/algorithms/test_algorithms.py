@@ -457,7 +457,7 @@ def test_momentum_on_the_server_adds_up() -> None:
 @pytest.mark.parametrize(
     ("strategy", "complaint"),
     [
-        (dure.FedAvgM(beta1=1.0), "beta1 is 1.0, but it is in"),
+        (dure.FedAvgM(beta1=1.0), "beta1 is 1.0, but it has to be in"),
         (dure.FedAdam(beta2=-0.1), "beta2 is -0.1"),
         (dure.FedYogi(tau=0.0), "tau is 0.0, but it has to be greater than 0"),
         (dure.FedAdagrad(server_lr=0.0), "server_lr is 0.0, but it has to be greater than 0"),

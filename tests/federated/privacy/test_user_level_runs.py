@@ -214,7 +214,7 @@ def test_statistics_of_batch_norm_have_noise_and_counters_stay() -> None:
 
 
 def test_a_model_that_moves_another_buffer_is_refused_update_by_update() -> None:
-    with pytest.warns(UserWarning, match="no statistics of batch norm"):
+    with pytest.warns(UserWarning, match="not a statistic of batch norm"):
         done = run(strategy(fraction=1.0), replace(TASK, model=Counting), rounds=1)
     assert done.summary["numbers"]["refused"] == CLIENTS
     # What nobody may move stays what it was.

@@ -145,7 +145,7 @@ def test_a_round_does_not_begin_with_fewer_and_says_so_once() -> None:
     assert one.tick(100.0) == []
     assert len(assigned(one.check_in(1, 101.0))) == 2
     [sentence] = told
-    assert "1 clients are there" in sentence
+    assert "1 clients are connected" in sentence
     assert "at least 2" in sentence
 
 

@@ -46,7 +46,7 @@ def at_work(deployment: Deployment) -> int:
             if client.alive and client.heard and client.heard[-1][0] == "training":
                 return number
         time.sleep(0.01)
-    raise AssertionError("nobody trains")
+    raise AssertionError("no process trains")
 
 
 def test_the_place_of_a_client_that_is_killed_is_filled(tmp_path: Path) -> None:

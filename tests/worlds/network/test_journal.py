@@ -321,10 +321,12 @@ def test_a_copy_is_made_of_a_journal_that_runs(tmp_path: Path) -> None:
 def test_another_run_and_another_version_are_refused_by_name(tmp_path: Path) -> None:
     with opened(tmp_path, "mine"):
         pass
-    with pytest.raises(RunFolderError, match=r"of another run \(mine\) than this folder's \(its\)"):
+    with pytest.raises(RunFolderError, match=r"another run \(mine\) than this folder \(its\)"):
         Journal(tmp_path, FederationClock(), "its")
     changed(tmp_path, "UPDATE about SET value = '99' WHERE name = 'version'")
-    with pytest.raises(RunFolderError, match="is of version 99, and this dure reads version 1"):
+    with pytest.raises(
+        RunFolderError, match="has version 99 of the format, but this dure reads version 1"
+    ):
         Journal(tmp_path, FederationClock(), "mine")
     changed(tmp_path, "UPDATE about SET value = '1' WHERE name = 'version'")
     with opened(tmp_path, "mine"):
@@ -374,7 +376,7 @@ def test_a_file_that_is_no_journal_is_refused_and_left(tmp_path: Path, content: 
     (tmp_path / "journal.db").unlink()
     with closing(sqlite3.connect(tmp_path / "journal.db")) as connection:
         connection.execute("CREATE TABLE events (name)")
-    with pytest.raises(RunFolderError, match=r"journal.db is no journal of dure's"):
+    with pytest.raises(RunFolderError, match=r"journal.db is not a journal of dure"):
         Journal(tmp_path, FederationClock(), "run")
     (tmp_path / "journal.db").unlink()
     with opened(tmp_path):

@@ -81,7 +81,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no such client": (of_journal("check_in", client=10**15), r"journal\.db is damaged: row"),
     "an update of text": (of_journal("update", body=b'"x"'), r"journal\.db is damaged: row"),
     "no journal": (lambda run: (run / "journal.db").write_text("hello" * 999), "is damaged"),
-    "nobody": (lambda run: (run / "cohort.json").write_text("[]"), "nobody took part"),
+    "nobody": (lambda run: (run / "cohort.json").write_text("[]"), "it lists no clients"),
     "examples of many digits": (
         lambda run: (run / "cohort.json").write_text(f"[1{'0' * 400}, 1]"),
         "cannot read .*cohort",
@@ -110,7 +110,7 @@ def test_another_model_than_the_one_that_was_signed_is_told(
     run, plan = recorded
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "model.safetensors").write_text("x" * 99)
-    with pytest.raises(LineageError, match="not the model that was signed"):
+    with pytest.raises(LineageError, match="not the signed model"):
         replay(tmp_path / "run", task=plan.task())
     (tmp_path / "run" / "model.lineage.json").unlink()
     with pytest.raises(RunFolderError, match=r"model\.safetensors is damaged"):

@@ -144,7 +144,7 @@ def test_a_loop_of_its_own_sends_no_more_examples_than_it_has_said(tmp_path: Pat
     strategy = dure.FedAvg(clients=1, batch_size=4)
     run = served(tmp_path / "run", strategy, loop, stop=dure.Stop(rounds=1))
     assert told == [
-        "the update cannot be: it has processed 1,000 samples, and of 5 examples 10 are asked for "
+        "the update is invalid: it has processed 1,000 samples, and of 5 examples 10 are asked for "
         "at most"
     ]
     assert run.summary["samples"] == 10

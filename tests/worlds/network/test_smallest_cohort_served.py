@@ -20,7 +20,7 @@ THREE = Plan(
 
 
 def waits(event: dict[str, object]) -> bool:
-    return event.get("waiting") == "1 of 2 clients are there, for so many of which one of them asks"
+    return event.get("waiting") == "1 of 2 clients are connected; one of them requires 2"
 
 
 def test_a_run_waits_for_as_many_clients_as_one_of_them_asks_for(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_run_waits_for_as_many_clients_as_one_of_them_asks_for(tmp_path: Path)
                 assert [task.smallest_cohort for task in tasks] == [2, 2]
                 with pytest.raises(RefusedError, match="has at most 3 clients"):
                     Scripted(served.url, 2, smallest_cohort=10**9)
-                with pytest.raises(RefusedError, match="under way with 2 of them"):
+                with pytest.raises(RefusedError, match="only 2 of them"):
                     first.session.check_in(CheckIn(2, "player 0", 5, wants=0, smallest_cohort=3))
                 for site, task in zip((first, second), tasks, strict=True):
                     site.answer(task)

@@ -89,7 +89,7 @@ def test_parts_may_come_in_any_order_and_again_and_the_server_may_be_killed(
                 if offset <= before:
                     assert send(upload, offset, size) == max(before, end)
                 else:
-                    with pytest.raises(PartError, match=f"and {before} bytes are here"):
+                    with pytest.raises(PartError, match=f"but {before} bytes are stored"):
                         send(upload, offset, size)
                 continue
             if what == "killed":
@@ -129,13 +129,13 @@ def test_a_part_that_is_not_what_it_says_changes_nothing(tmp_path: Path) -> None
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     part = STREAM[500:900]
     for offset, content, said, reason in [
-        (500, part[:-1], digest(part), "not what its digest says"),
-        (500, part, digest(part)[:-1], "not what its digest says"),
-        (600, part, digest(part), "500 bytes are here"),
-        (-1, part, digest(part), "500 bytes are here"),
+        (500, part[:-1], digest(part), "not match its digest"),
+        (500, part, digest(part)[:-1], "not match its digest"),
+        (600, part, digest(part), "500 bytes are stored"),
+        (-1, part, digest(part), "500 bytes are stored"),
         (500, STREAM, digest(STREAM), "were announced"),
-        (100, b"x" * 400, digest(b"x" * 400), "are others than those here"),
-        (100, b"x" * 600, digest(b"x" * 600), "are others than those here"),
+        (100, b"x" * 400, digest(b"x" * 400), "differ from the stored ones"),
+        (100, b"x" * 600, digest(b"x" * 600), "differ from the stored ones"),
     ]:
         with pytest.raises(PartError, match=reason):
             write(upload, offset, content, said)
@@ -242,7 +242,7 @@ def anonymous_bytes() -> int:
         (b"".join(pieces({**TENSORS, "more": torch.zeros(1)})), "more is no tensor"),
         (b"", "ends within"),
         (STREAM[:300], "ends within"),
-        (STREAM.replace(bytes_of(TENSORS["flags"]).tobytes(), b"\1\2\1"), "no booleans"),
+        (STREAM.replace(bytes_of(TENSORS["flags"]).tobytes(), b"\1\2\1"), "not booleans"),
     ],
 )
 def test_what_is_no_update_of_this_model_is_refused(
@@ -340,7 +340,7 @@ def test_room_is_promised_to_all_that_are_under_way(tmp_path: Path, monkeypatch)
     first = updates.open(1, len(STREAM), digest(STREAM))
     updates.open(2, len(STREAM), digest(STREAM))
     for _ in range(2):
-        with pytest.raises(RunFolderWriteError, match=f"{2 * len(STREAM)} are promised to other"):
+        with pytest.raises(RunFolderWriteError, match=f"{2 * len(STREAM)} are reserved for other"):
             updates.open(3, len(STREAM), digest(STREAM))
     # What was promised is not taken back, nor is what is here promised any more.
     assert updates.open(1, len(STREAM), digest(STREAM)) is first

@@ -69,16 +69,16 @@ def test_an_update_that_is_not_finite(served: Deployment) -> None:
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ({"examples": 6}, "of 6 examples, and its client has 5"),
+        ({"examples": 6}, "of 6 examples, but its client has 5"),
         ({"examples": 0}, "has 0 examples"),
-        ({"examples": 2**53}, "and its client has 5"),
+        ({"examples": 2**53}, "but its client has 5"),
         # Two steps of a pass, of which none can be of more than all examples.
         ({"samples": 11}, "11 samples, and of 5 examples 10 are asked for at most"),
         ({"samples": 2**53}, "are asked for at most"),
         ({"samples": 0}, "processed 0 samples"),
-        ({"samples": 2**70}, "no UploadRequest"),
-        ({"samples": -1}, "no UploadRequest"),
-        ({"examples": 2**70}, "no UploadRequest"),
+        ({"samples": 2**70}, "not a UploadRequest"),
+        ({"samples": -1}, "not a UploadRequest"),
+        ({"examples": 2**70}, "not a UploadRequest"),
     ],
 )
 def test_an_update_of_more_than_was_asked_for_is_refused_and_changes_nothing(
@@ -194,7 +194,7 @@ def test_a_client_of_another_task_hears_in_what_it_differs(
     with pytest.raises(RefusedError) as refused:
         join(served.url, small_task(**other), name="other", part=0)
     assert reason in str(refused.value)
-    assert "the task is another" in str(refused.value)
+    assert "the client's task differs" in str(refused.value)
 
 
 def test_two_clients_of_one_name(served: Deployment) -> None:
@@ -262,7 +262,9 @@ def test_certificates_of_others(tmp_path: Path) -> None:
             ask(authority=deployment.authority, certificate=expired)
         # The server closes connections and says no more.
         for certificate in (None, forged):
-            with pytest.raises(NotTrustedError, match="does it ask for a certificate"):
+            with pytest.raises(
+                NotTrustedError, match="does the server require a client certificate"
+            ):
                 ask(authority=deployment.authority, certificate=certificate)
         assert ask(authority=deployment.authority, certificate=mine) == "the run is over"
 

@@ -311,7 +311,7 @@ def test_an_error_with_a_long_message_still_arrives() -> None:
 
 def test_what_cannot_travel_is_told_before_anything_starts() -> None:
     lock = threading.Lock()
-    with pytest.raises(DureError, match=r"cannot travel to its ranks: TypeError: .*lock"):
+    with pytest.raises(DureError, match=r"cannot be sent to its ranks: TypeError: .*lock"):
         run(2, lambda context: lock.locked())
 
 

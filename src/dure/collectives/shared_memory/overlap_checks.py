@@ -54,8 +54,8 @@ def check_own_place(part: Tensor, whole: Tensor, rank: int) -> None:
     """
     if overlap(part, whole) and part.data_ptr() != whole.data_ptr() + rank * part.nbytes:
         raise CallError(
-            f"a tensor of this call lies in another one, and not as the block of rank {rank}: what "
-            f"is written there would be read by other ranks; give it memory of its own"
+            f"a tensor of this call overlaps another one, but is not the block of rank {rank}, so "
+            "other ranks would read what is written there; give it separate memory"
         )
 
 

@@ -232,7 +232,9 @@ class FederatedClients:
             case Assignment():
                 # A negative number would select another client's data, counted from the end.
                 if not 0 <= message.client < len(self.parts):
-                    raise ValueError(f"there is no client {message.client} among {len(self.parts)}")
+                    raise ValueError(
+                        f"there is no client {message.client}: there are {len(self.parts)} clients"
+                    )
                 order = ClientOrder(message, now, self.work(message, now))
                 return next(self.train([order], []))
             case ProtocolStep():

@@ -31,8 +31,8 @@ Such models arise if every update was refused.
 """
 
 MOVES = (
-    "its model moves a buffer that is no statistics of batch norm, to which no noise is added: make"
-    " it a parameter, or one that stays"
+    "its model changes a buffer that is not a statistic of batch norm, to which no noise is "
+    "added: make it a parameter, or keep it constant"
 )
 """Reason for refusing an update under user-level differential privacy."""
 

@@ -133,8 +133,8 @@ def _why(one: FollowedRun) -> str:
         return f'<p class="trouble">{escape(one.run.label)}: {escape(why)}</p>'
     if one.state == STOPPED:
         return (
-            f'<p class="trouble">{escape(one.run.label)}: nobody trains in its folder, and it has '
-            f"no end: it was killed. dure train --resume goes on with it.</p>"
+            f'<p class="trouble">{escape(one.run.label)}: no process trains in its folder, and '
+            "the run has not ended: it was killed. Resume it with dure train --resume.</p>"
         )
     return ""
 

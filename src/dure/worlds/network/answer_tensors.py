@@ -16,7 +16,7 @@ def forms_of(wants: Sequence[Wanted]) -> dict[str, TensorSpec]:
     found = {}
     for place, want in enumerate(wants):
         if want.dtype not in DTYPES or any(size < 0 for size in want.shape):
-            raise ValueError(f"no tensor is {want.dtype} of shape {list(want.shape)}")
+            raise ValueError(f"the answer has no tensor {want.dtype} of shape {list(want.shape)}")
         found[str(place)] = TensorSpec(DTYPES[want.dtype], tuple(want.shape))
     return found
 

@@ -108,7 +108,7 @@ class FrameLimits:
         final = bool(first & 0x80)
         if first & 0x70:
             raise FrameLimitError(
-                PROTOCOL_ERROR, "frames are not compressed, and have no extensions"
+                PROTOCOL_ERROR, "frames must not be compressed or have extensions"
             )
         kind = first & 0x0F
         if kind >= _CONTROL:
@@ -130,7 +130,7 @@ class FrameLimits:
 
     def _data(self, kind: int, length: int, final: bool) -> None:
         if kind == _TEXT:
-            raise FrameLimitError(UNSUPPORTED, "messages are bytes, and this one is text")
+            raise FrameLimitError(UNSUPPORTED, "messages have to be bytes, but this one is text")
         if kind == _BINARY:
             self._size = 0
             self._fragments = 0
@@ -138,7 +138,9 @@ class FrameLimits:
         self._size += length
         self._fragments += 1
         if self._size > self.most:
-            reason = f"a message has {self._size:,} bytes or more, and may have {self.most:,}"
+            reason = (
+                f"a message has {self._size:,} bytes or more, but may have at most {self.most:,}"
+            )
             raise FrameLimitError(TOO_BIG, reason)
         if self._at_once > MOST_AT_ONCE:
             raise FrameLimitError(FLOOD, f"more than {MOST_AT_ONCE} messages at once")

@@ -200,7 +200,7 @@ class Journal:
         if not kind.isascii() or not (-(1 << 63) <= client < 1 << 63 > ticket >= -(1 << 63)):
             raise ValueError(f"no event is {kind!r} of client {client} and ticket {ticket}")
         if len(body) > MOST_BODY:
-            raise ValueError(f"an event of {len(body)} bytes, and {MOST_BODY} are the most")
+            raise ValueError(f"an event has {len(body)} bytes, but may have at most {MOST_BODY}")
         row = _Row(kind, client, ticket, bytes(body), Future())
         self._ask(row)
         return row.done
@@ -231,8 +231,8 @@ class Journal:
             last = self.last
         if applied > last:
             raise RunFolderError(
-                f"{self.path} ends with row {last}, but the checkpoint holds what was up to row "
-                f"{applied}: put back the journal that belongs to it"
+                f"{self.path} ends with row {last}, but the checkpoint needs rows up to "
+                f"{applied}: restore the journal that belongs to it"
             )
         self._read.clear()
         self._position = applied
@@ -307,8 +307,8 @@ class Journal:
             events.append(event)
         if len(events) < max(1, len(rows)):
             raise RunFolderError(
-                f"{self.path} is damaged: row {seq if rows else seq + 1} is missing or is not as "
-                f"it was written: put back a copy of it"
+                f"{self.path} is damaged: row {seq if rows else seq + 1} is missing or has "
+                "changed: restore it from a copy"
             )
         return events
 
@@ -437,7 +437,7 @@ def events_in(folder: Path) -> Iterator[Event]:
             for *fields, found in rows:
                 event = Event(*fields)
                 if not _is_whole(event, found) or before not in (None, event.seq - 1):
-                    raise _damaged(path, f"row {event.seq} is not as it was written, or the last")
+                    raise _damaged(path, f"row {event.seq} has changed, or is the last")
                 before = event.seq
                 yield event
     except sqlite3.Error as error:
@@ -450,12 +450,12 @@ def _is_missing(path: Path) -> bool:
     Raises RunFolderError for an incomplete journal or a link.
     """
     if path.is_symlink():
-        raise RunFolderError(f"{path} is a link: the journal has to lie in the run folder itself")
+        raise RunFolderError(f"{path} is a link: the journal has to be in the run folder itself")
     log = path.with_name(f"{path.name}-wal")
     if not path.exists() and log.exists():
-        raise RunFolderError(f"{path} is missing, but its log {log.name} is there: put it back")
+        raise RunFolderError(f"{path} is missing, but its log {log.name} is there: restore it")
     if path.exists() and path.stat().st_size == 0:
-        raise RunFolderError(f"{path} is damaged: it is empty: put back a copy of it")
+        raise RunFolderError(f"{path} is damaged: it is empty: restore it from a copy")
     return not path.exists()
 
 
@@ -495,17 +495,17 @@ def _check(connection: sqlite3.Connection, path: Path, run: str) -> None:
     """Check version, run and integrity of a journal. Raises RunFolderError."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
     if not {"about", "events"} <= tables:
-        raise RunFolderError(f"{path} is no journal of dure's: put back the journal of this run")
+        raise RunFolderError(f"{path} is not a journal of dure: restore the journal of this run")
     about = dict(connection.execute("SELECT name, value FROM about"))
     if about.get("version") != str(VERSION):
         raise RunFolderError(
-            f"{path} is of version {about.get('version')}, and this dure reads version {VERSION}: "
-            f"go on with the dure that wrote it"
+            f"{path} has version {about.get('version')} of the format, but this dure reads "
+            f"version {VERSION}: use the dure that wrote it"
         )
     if about.get("run") != run:
         raise RunFolderError(
-            f"{path} is of another run ({about.get('run')}) than this folder's ({run}): put back "
-            f"the journal of this run"
+            f"{path} belongs to another run ({about.get('run')}) than this folder ({run}): "
+            "restore the journal of this run"
         )
     # The rows of a larger journal are checked when they are read.
     if path.stat().st_size <= _CHECKED_WHOLE:
@@ -549,8 +549,7 @@ def _check_log(log: Path) -> None:
             # End of a damaged transaction, or of a transaction after it.
             ended = not whole and pages > 0
     raise RunFolderError(
-        f"{log} is damaged: it holds rows that are not as they were written: put back a copy of "
-        f"the journal"
+        f"{log} is damaged: it contains rows that have changed: restore the journal from a copy"
     )
 
 
@@ -563,7 +562,7 @@ def _log_sum(words: struct.Struct, content: bytes, before: bytes) -> bytes:
 
 
 def _damaged(path: Path, why: object) -> RunFolderError:
-    return RunFolderError(f"{path} is damaged ({why}): put back a copy of it")
+    return RunFolderError(f"{path} is damaged ({why}): restore it from a copy")
 
 
 @contextmanager

@@ -25,8 +25,8 @@ def warn_if_remote(folder: Path) -> None:
     kind = file_system(folder)
     if _REMOTE.fullmatch(kind):
         warn(
-            f"{folder} lies on a network file system ({kind}), which may lose what it has said is "
-            f"on the disk: choose a folder on a local disk with --out"
+            f"{folder} is on a network file system ({kind}), which may lose data that were "
+            "reported as written: choose a folder on a local disk with --out"
         )
 
 

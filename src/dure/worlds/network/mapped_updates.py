@@ -23,7 +23,7 @@ def mapped_update(path: Path, expected: Mapping[str, TensorSpec]) -> dict[str, T
         at = file.tell()
     total = at + sum(form.nbytes for form in forms.values())
     if total != size:
-        raise TensorsError(f"these are {size} bytes, and have to be {total}")
+        raise TensorsError(f"there are {size} bytes, but there have to be {total}")
     content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     tensors = {}
     for name, form in forms.items():
@@ -31,7 +31,7 @@ def mapped_update(path: Path, expected: Mapping[str, TensorSpec]) -> dict[str, T
         at += form.nbytes
         # torch does not expect bool bytes other than 0 and 1.
         if form.dtype == torch.bool and bool((tensors[name].view(torch.uint8) > 1).any()):
-            raise TensorsError(f"{name} holds bytes that are no booleans")
+            raise TensorsError(f"{name} contains bytes that are not booleans")
     return tensors
 
 

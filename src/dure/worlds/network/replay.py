@@ -114,7 +114,8 @@ class ReplayEvents(JournalEvents):
         event = super().next(wake, moment)
         if event is not None and self._first and event.seq != 1:
             raise RunFolderError(
-                "the journal does not begin with the run: serve it with --record to replay it"
+                "the journal does not contain the start of the run: serve with --record to be "
+                "able to replay a run"
             )
         self._first = False
         return event

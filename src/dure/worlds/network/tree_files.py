@@ -56,17 +56,17 @@ class TreeFiles:
             content = contents(path, most=LARGE)
         except OSError as error:
             raise RunFolderError(
-                f"cannot read {path}, which the journal names: {error.strerror}: put back a copy "
-                f"of it"
+                f"cannot read {path}, which the journal names: {error.strerror}: restore it from "
+                "a copy"
             ) from error
         if hashlib.sha256(content).hexdigest() != digest:
             raise RunFolderError(
-                f"{path} is damaged: it is not what the journal says: put back a copy of it"
+                f"{path} is damaged: it differs from the journal: restore it from a copy"
             )
         try:
             tree: dict[str, Any] = unpack_tree(_tree_in(content), weights_from_bytes(content))
         except UNREADABLE as error:
-            raise RunFolderError(f"{path} holds no tree: {error}") from error
+            raise RunFolderError(f"{path} does not contain a tree: {error}") from error
         return tree
 
     def delete(self, numbers: Collection[int]) -> None:

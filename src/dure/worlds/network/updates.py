@@ -131,8 +131,9 @@ class Updates:
                 del self._uploads[upload.ticket]
         upload.end()
         raise RunFolderWriteError(
-            f"cannot take {upload.left} bytes of an update: of the disk of {self.folder} {free} "
-            f"bytes may be used, and {others} are promised to other updates: make room there"
+            f"cannot take {upload.left} bytes of an update: {free} bytes of the disk of "
+            f"{self.folder} may be used, and {others} are reserved for other updates: free disk "
+            "space there"
         )
 
     def read(
@@ -170,7 +171,7 @@ class Updates:
             found = _Checked.of(path, digest or "")
             if checked != found and (upload is None or upload.checked != found):
                 if sha256_of(path) != digest:
-                    raise DamagedUpdateError(f"{path} is damaged: its SHA-256 is another one")
+                    raise DamagedUpdateError(f"{path} is damaged: its SHA-256 differs")
                 with self._lock:
                     self._checked[ticket] = found
         except OSError as error:
@@ -325,7 +326,9 @@ class Upload:
         with self._lock:
             self._check_open()
             if not 0 <= offset <= self.offset:
-                raise PartError(f"a part from byte {offset} on, and {self.offset} bytes are here")
+                raise PartError(
+                    f"a part starts at byte {offset}, but {self.offset} bytes are stored"
+                )
             self._coming = UploadPart(self, offset)
             return self._coming
 
@@ -366,7 +369,7 @@ class Upload:
                 _write_at(self._part, self.offset, memoryview(b""))
             if self._stream.hexdigest() != self.announced.digest:
                 self._empty()
-                raise PartError("the update is not what its digest says: send it again")
+                raise PartError("the update does not match its digest: send it again")
             try:
                 with disk_errors(self._part):
                     if lasts:
@@ -429,13 +432,13 @@ class UploadPart:
             end = at + len(piece)
             if end > upload.announced.bytes:
                 raise PartError(
-                    f"a part up to byte {end}, and {upload.announced.bytes} bytes were announced"
+                    f"a part ends at byte {end}, but {upload.announced.bytes} bytes were announced"
                 )
             here = min(len(piece), max(0, upload.offset - at))
             known = memoryview(piece)[:here]
             rest = memoryview(piece)[here:]
             if here and not upload._is_here(at, known):
-                raise PartError(f"the bytes from {at} on are others than those here")
+                raise PartError(f"the bytes from {at} on differ from the stored ones")
             self._all.update(piece)
             for other in {self._new, self._stream} - {self._all}:
                 other.update(rest)
@@ -450,7 +453,7 @@ class UploadPart:
         """
         with self._its_turn() as upload:
             if self._all.hexdigest() != digest:
-                raise PartError("the part is not what its digest says")
+                raise PartError("the part does not match its digest")
             end = self._begin + self.size
             if end > upload.offset:
                 upload._count(end, self._new.hexdigest(), self._stream)

@@ -126,8 +126,7 @@ class Network(World):
         _ = self.conditions
         if not self.exchange_seconds > 0:
             raise ValueError(
-                f"exchange_seconds is {self.exchange_seconds}, but clients need more than 0 "
-                f"seconds to answer"
+                f"exchange_seconds is {self.exchange_seconds}, but it has to be more than 0"
             )
         # Absolute paths, because a resumed run may be started in another folder.
         for name in ("certificate", "key", "client_ca", "log", "roster"):
@@ -138,8 +137,8 @@ class Network(World):
         if self.status_port is not None and unsafe and not self.insecure:
             raise ValueError(
                 f"{self.status_host} can be reached by other machines, and the token of /status "
-                f"would be read on its way: make a certificate with dure certificates, or say "
-                f"--insecure"
+                "could be read in transit: create a certificate with dure certificates, or "
+                "accept it with --insecure"
             )
 
     @property
@@ -177,8 +176,8 @@ class Network(World):
         ):
             if value:
                 raise ServeError(
-                    f"{name} is for federations: split learning begins with all its clients, and "
-                    f"keeps no journal; leave it out"
+                    f"{name} is for federations: split learning starts with all its clients and "
+                    "has no journal; leave it out"
                 )
         with _as_serve_errors():
             return _Connected(self, hosted, context).channels
@@ -253,8 +252,8 @@ class Network(World):
             return context, _seldom(CertificateReloader(context, certificate, key).look)
         if not self.insecure and not is_loopback(self.host):
             raise ValueError(
-                f"{self.host} can be reached by other machines, and there is no certificate: make "
-                f"one with dure certificates, or say --insecure"
+                f"{self.host} can be reached by other machines, but there is no certificate: "
+                "create one with dure certificates, or accept it with --insecure"
             )
         return None, lambda: None
 
@@ -369,8 +368,8 @@ def _check_there(folder: Path, name: str, what: str) -> None:
     later += (folder / "checkpoint").glob("[0-9]*")
     if later and not (folder / name).exists():
         raise RunFolderError(
-            f"{folder / name} ({what}) is missing, but {later[0].name} is there: put back a copy "
-            f"of it, or begin another run"
+            f"{folder / name} ({what}) is missing, but {later[0].name} exists: restore it from a "
+            "copy, or start a new run"
         )
 
 
@@ -385,10 +384,10 @@ def _roster_of(world: Network, clients: int, folder: Path, resumed: bool) -> Own
     begun_with = (folder / FILE).exists()
     if roster is None:
         if begun_with:
-            raise ValueError(f"the run in {folder} was begun with a roster: go on with that one")
+            raise ValueError(f"the run in {folder} was started with a roster: use the same roster")
         return None
     if resumed and not begun_with:
-        raise ValueError(f"the run in {folder} was begun without a roster: begin another run")
+        raise ValueError(f"the run in {folder} was started without a roster: start a new run")
     check_count(roster, clients)
     PinnedOwnersRoster(folder / FILE, f"the run in {folder}").take(roster)
     return roster
@@ -427,7 +426,7 @@ class _Serves:
         self.folder = folder
         self.resumed = (folder / "clients.db").exists()
         if self.resumed and not (folder / SIGNING_KEY).exists():
-            warn(f"{folder / SIGNING_KEY} is missing: the model will be signed by a new key")
+            warn(f"{folder / SIGNING_KEY} is missing: the model will be signed with a new key")
         self.key = Key.load_or_create(folder / SIGNING_KEY)
         context.signs = self.key
         self.server_metrics = ServerMetrics(context.report)

@@ -65,7 +65,7 @@ class Processes(World):
         if self.ranks is None:
             object.__setattr__(self, "ranks", max(2, available_cores()))
         if self.workers < 1:
-            raise ValueError(f"{self.ranks} processes are not a world: it takes at least one")
+            raise ValueError(f"ranks is {self.ranks}, but it has to be 1 or more")
         check_deadline(self.deadline)
         check_backend(self.backend)
 
@@ -160,7 +160,7 @@ def started(
     try:
         descriptor = parcel.pack((ProcessSettings(), settings_here(), program))
     except Exception as error:
-        raise DureError(f"the task cannot travel to its ranks: {described(error)}") from error
+        raise DureError(f"the task cannot be sent to its ranks: {described(error)}") from error
     members: list[RankProcess] = []
     try:
         for seat in seats:

@@ -151,10 +151,9 @@ def _met(job: LauncherJob, limit: timedelta) -> tuple[Store, int, int]:
     # Error types differ between versions of torch, and include errors of name resolution.
     except (RuntimeError, OSError, ValueError) as error:
         raise DureError(
-            f"the ranks did not meet within {limit.total_seconds():g} s "
-            f"({first_line(error)}): by RANK="
-            f"{job.rank}, WORLD_SIZE={job.size}, MASTER_ADDR={job.address} and MASTER_PORT="
-            f"{job.port} this process is one of several. Where it is not: {UNSET}"
+            f"the ranks did not meet within {limit.total_seconds():g} s ({first_line(error)}): "
+            f"RANK={job.rank}, WORLD_SIZE={job.size}, MASTER_ADDR={job.address} and "
+            f"MASTER_PORT={job.port} make this process one of several. If it is not: {UNSET}"
         ) from error
     store.set_timeout(limit)
     return store, rank, size

@@ -245,5 +245,5 @@ def test_wrong_settings_are_refused(wrong: dict[str, object], match: str) -> Non
         Examination(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="0 or more"):
         UpdateChange(noise=-1)
-    with pytest.raises(ValueError, match="above 0"):
+    with pytest.raises(ValueError, match="greater than 0"):
         UpdateChange(clip=0)

@@ -232,7 +232,7 @@ def test_what_cannot_be_kept_is_refused_before_any_work() -> None:
     task = small_task()
     world = dure.Simulated(keep_updates=1)
     stop = dure.Stop(rounds=1)
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="the run has none"):
         dure.train(task, dure.FedAvg(clients=2), world, stop)
     with pytest.raises(ValueError, match="keep updates"):
         dure.train(task, dure.SplitLearning(cut=("1",), clients=2), world, stop)

@@ -136,7 +136,7 @@ def test_where_no_graph_is_enough_is_refused() -> None:
         plan(3, 0.0, 0.4)
     with pytest.raises(ValueError, match="needs at least 3"):
         plan(2, 0.0, 0.0)
-    with pytest.raises(ValueError, match="shares"):
+    with pytest.raises(ValueError, match="fractions"):
         plan(10, 1.0, 0.0)
 
 

@@ -182,7 +182,7 @@ def test_two_halves_that_are_told_different_survivors_unmask_nobody() -> None:
         )
         refused(members[one], CONFIRM, to_body(Survivors(other)), "twice, with different content")
         own = tuple(each for each in signed if told[each.client] == told[one])
-        refused(members[one], UNMASK, to_body(Unmask(told[one], own)), "signed the survivors, and")
+        refused(members[one], UNMASK, to_body(Unmask(told[one], own)), "signed the survivors, but")
 
 
 def test_without_signatures_two_lists_do_not_give_enough_shares_of_both_kinds() -> None:
@@ -324,11 +324,11 @@ def test_one_who_was_told_of_another_model_is_no_part_of_a_sum_of_the_others() -
         ({"degree": 6}, "6 neighbours are impossible among 6"),
         ({"degree": 0}, "0 neighbours"),
         ({"length": 0}, "no elements"),
-        ({"fewest": 7}, "to have 7 clients"),
+        ({"fewest": 7}, "a sum needs 7 clients"),
         ({"members": (10, 10, 13, 16, 19, 22)}, "twice or out of order"),
         ({"members": (13, 10, 16, 19, 22, 25)}, "twice or out of order"),
         ({"members": (13, 16, 19, 22, 25, 28)}, "client 10 is not among the members"),
-        ({"members": (10,), "degree": 0, "threshold": 1}, "1 members, and this client takes"),
+        ({"members": (10,), "degree": 0, "threshold": 1}, "1 members, but this client takes"),
     ],
 )
 def test_a_sum_that_protects_nobody_is_refused_on_both_sides(
@@ -518,7 +518,7 @@ def test_shares_for_one_client_do_not_open_for_another_nor_under_another_name() 
         members[10],
         MASK,
         to_body(SharesFromNeighbours(tuple(turned))),
-        "the shares of 1 clients open",
+        "the shares of 1 clients can be decrypted",
     )
     refused(
         members[10],

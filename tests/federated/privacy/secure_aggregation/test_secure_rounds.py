@@ -214,7 +214,7 @@ def test_a_group_without_a_sum_is_refused_and_the_others_count() -> None:
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (lambda p: dure.FedAvg(aggregate="krum:1", privacy=p), "krum:1 looks at single updates"),
+        (lambda p: dure.FedAvg(aggregate="krum:1", privacy=p), "krum:1 needs single updates"),
         (lambda p: dure.FedBuff(privacy=p), "use a system with rounds"),
         (lambda p: dure.FedAsync(privacy=p), "use a system with rounds"),
         (lambda p: dure.FedAvg(held_out=0.2, privacy=p), "leave held_out and fine_tune out"),

@@ -101,7 +101,7 @@ def test_malformed_shares_are_refused() -> None:
         join({**shares, 1: shares[1][:-1]}, 3)
     with pytest.raises(ValueError, match="outside the field"):
         join({**shares, 1: P.to_bytes(4, "little") + shares[1][4:]}, 3)
-    with pytest.raises(ValueError, match="from 0 on"):
+    with pytest.raises(ValueError, match="from 0"):
         join({**shares, -1: shares[1]}, 3)
 
 

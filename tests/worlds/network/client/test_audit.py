@@ -141,7 +141,7 @@ def test_a_log_that_was_written_anew_is_another(tmp_path: Path) -> None:
     write(path, LINES)
     write(other, LINES)
     path.write_bytes(other.read_bytes())
-    with pytest.raises(AuditError, match=f": line {LINES} is not the one that was written"):
+    with pytest.raises(AuditError, match=f": line {LINES} has changed"):
         verify(path)
 
 
@@ -152,7 +152,7 @@ def test_what_a_kill_cut_off_is_cut_and_written_down(tmp_path: Path, left: int) 
     (tmp_path / "audit.log.head").unlink()
     torn = last[:left]
     path.write_bytes(b"".join(whole) + torn)
-    with pytest.raises(AuditError, match=f": line {LINES} was cut off"):
+    with pytest.raises(AuditError, match=f": line {LINES} is incomplete"):
         verify(path)
     with AuditLog(path) as audit:
         audit.record("metrics", b"next")

@@ -305,7 +305,7 @@ def test_a_redirection_is_not_followed_but_named() -> None:
 def test_a_page_that_signs_one_on_to_a_network_is_no_server() -> None:
     error = error_of(replies(200, b"<html>Welcome to our hotel</html>"))
     assert isinstance(error, RefusedError)
-    assert "no server of dure" in str(error)
+    assert "not a server of dure" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def test_a_server_without_tls_is_told_apart(trusts) -> None:
         url = server.url.replace("http:", "https:")
         with (
             HttpLink(url, context=trusts) as link,
-            pytest.raises(WrongAddressError, match="speak TLS"),
+            pytest.raises(WrongAddressError, match="use TLS"),
         ):
             ask(link)
 

@@ -149,12 +149,12 @@ def test_an_update_that_the_server_takes_for_impossible_is_dropped_and_told(
     state: ClientState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, site = Played(state, works(3)), Patient()
-    session.refusal = RefusedError(422, "it is of 9 examples, and its client has 5")
+    session.refusal = RefusedError(422, "the update is of 9 examples, but its client has 5")
     monkeypatch.setattr(session.stop, "wait", lambda seconds: False)
     heard = run(session, site)
     assert [one.ticket for one in session.told] == [3]
     assert [about["error"] for what, about in heard if what == "failed"] == [
-        "RefusedError: it is of 9 examples, and its client has 5"
+        "RefusedError: the update is of 9 examples, but its client has 5"
     ]
     # Else it would be sent again by the next process, and refused again.
     assert (state.updates(), state.pending()) == ([], [])

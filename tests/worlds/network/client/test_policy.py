@@ -109,11 +109,11 @@ def test_a_file_says_what_it_says(read) -> None:
         ("local_epoch = 5", r"no key 'local_epoch', did you mean 'local_epochs'\?"),
         ("colour = 1", r"no key 'colour'; there are: systems, local_epochs"),
         ("[limits]\ncores = 1", "no key 'limits'"),
-        ("local_epochs = 0", "local_epochs is 0, but it is a whole number from 1 on"),
-        ("local_epochs = 2.0", "a whole number from 1 on"),
-        ("local_steps = true", "a whole number from 1 on"),
-        ('cores = "2"', "a whole number from 1 on"),
-        ("smallest_cohort = -1", "a whole number from 1 on"),
+        ("local_epochs = 0", "local_epochs is 0, but it has to be an integer, 1 or more"),
+        ("local_epochs = 2.0", "an integer, 1 or more"),
+        ("local_steps = true", "an integer, 1 or more"),
+        ('cores = "2"', "an integer, 1 or more"),
+        ("smallest_cohort = -1", "an integer, 1 or more"),
         ("owner = 12", "a public key of 64 hexadecimal digits, or a fingerprint of 32"),
         ('owner = "ward"', "a public key of 64 hexadecimal digits, or a fingerprint of 32"),
         ("systems = []", "a list of names"),
@@ -137,8 +137,8 @@ def test_a_file_says_what_it_says(read) -> None:
         ("approve = true", '"ask" or "always"'),
         ('share_errors = "yes"', "true or false"),
         ("share_errors = 1", "true or false"),
-        ("cores = ", "is no TOML"),
-        ("cores = 1\ncores = 2", "is no TOML"),
+        ("cores = ", "is not valid TOML"),
+        ("cores = 1\ncores = 2", "is not valid TOML"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_line(read, tmp_path, text: str, said: str) -> None:
@@ -151,7 +151,7 @@ def test_what_makes_no_sense_is_refused_in_a_line(read, tmp_path, text: str, sai
 
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "policy.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(PolicyError, match="is no TOML"):
+    with pytest.raises(PolicyError, match="is not valid TOML"):
         Policy.beside(tmp_path)
 
 
@@ -169,27 +169,31 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         (Policy(systems=("mine.py:Mine",)), {"from": ""}, "of its own"),
         (Policy(systems=("mine.py:Mine",)), {"name": "mine.py:Mine", "from": 7}, "of its own"),
         (Policy(local_epochs=2), {}, None),
-        (Policy(local_epochs=1), {}, "at most 1 local epoch; the run asks for 2"),
-        (Policy(local_epochs=5), {"local_epochs": 20}, "at most 5 local epochs; the run asks f"),
-        (Policy(local_epochs=5), {"fine_tune": 6}, "the run asks for 6 of fine-tuning"),
+        (Policy(local_epochs=1), {}, "at most 1 local epoch; the run requires 2"),
+        (
+            Policy(local_epochs=5),
+            {"local_epochs": 20},
+            "at most 5 local epochs; the run requires f",
+        ),
+        (Policy(local_epochs=5), {"fine_tune": 6}, "the run requires 6 of fine-tuning"),
         # 95 examples in tens: ten steps are an epoch.
         (Policy(local_epochs=5), {"local_steps": 50}, None),
         (Policy(local_epochs=5), {"local_steps": 51}, "asks for 51 steps, of which 50 are 5"),
         (Policy(local_epochs=5), {"local_steps": 6, "batch_size": None}, "6 steps, of which 5"),
         (Policy(local_steps=20), {}, None),
-        (Policy(local_steps=19), {}, "at most 19 local steps; the run asks for 2 epochs, which a"),
-        (Policy(local_steps=9), {"local_steps": 10}, "at most 9 local steps; the run asks for 10"),
+        (Policy(local_steps=19), {}, "at most 19 local steps; the run requires 2 epochs, which a"),
+        (Policy(local_steps=9), {"local_steps": 10}, "at most 9 local steps; the run requires 10"),
         (Policy(local_steps=2), {"batch_size": None}, None),
-        (Policy(local_epochs=5), {"local_epochs": "2"}, "does not say how much it asks"),
-        (Policy(local_epochs=5), {"local_epochs": None}, "does not say how much it asks"),
-        (Policy(local_epochs=5), {"local_epochs": -1}, "does not say how much it asks"),
-        (Policy(local_epochs=5), {"local_epochs": True}, "does not say how much it asks"),
-        (Policy(local_steps=5), {"batch_size": 0.5}, "does not say how much it asks"),
+        (Policy(local_epochs=5), {"local_epochs": "2"}, "does not state how much it requires"),
+        (Policy(local_epochs=5), {"local_epochs": None}, "does not state how much it requires"),
+        (Policy(local_epochs=5), {"local_epochs": -1}, "does not state how much it requires"),
+        (Policy(local_epochs=5), {"local_epochs": True}, "does not state how much it requires"),
+        (Policy(local_steps=5), {"batch_size": 0.5}, "does not state how much it requires"),
         (Policy(smallest_cohort=10), {}, None),
         (Policy(smallest_cohort=11), {}, "at least 11 clients; a round of the run has 10"),
         (Policy(smallest_cohort=21), {}, "at least 21 clients; the run has 20"),
-        (Policy(smallest_cohort=2), {"fraction": "x"}, "does not say how many a round has"),
-        (Policy(smallest_cohort=2), {"fraction": float("nan")}, "does not say how many a round"),
+        (Policy(smallest_cohort=2), {"fraction": "x"}, "does not state how many a round has"),
+        (Policy(smallest_cohort=2), {"fraction": float("nan")}, "does not state how many a round"),
         (Policy(memory=COPIES * 10**6), {}, None),
         (Policy(memory=COPIES * 10**6 - 1), {}, "a model of 1 MB takes 4 MB at least"),
     ],
@@ -313,5 +317,5 @@ def test_the_system_holds_the_client_to_its_cores() -> None:
 
 
 def test_less_memory_than_is_taken_already_is_refused() -> None:
-    with pytest.raises(PolicyError, match="allows 1 MB of memory, and Python and its libraries"):
+    with pytest.raises(PolicyError, match="allows 1 MB of memory, but Python and its libraries"):
         Policy(memory=10**6).hold()

@@ -316,7 +316,7 @@ def test_the_folder_is_for_its_user_alone(tmp_path: Path) -> None:
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(StateError, match=rf"{file} can be no folder of a client"):
+    with pytest.raises(StateError, match=rf"{file} cannot be the folder of a client"):
         ClientState(file)
 
 
@@ -474,13 +474,13 @@ def test_a_download_that_is_something_else_is_no_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("digest", ["", "../about.json", "a" * 63, "A" * 64, "a" * 64 + "\n"])
 def test_what_a_server_calls_a_digest_leads_to_no_other_file(tmp_path: Path, digest: str) -> None:
-    with ClientState(tmp_path) as state, pytest.raises(ValueError, match="is no SHA-256"):
+    with ClientState(tmp_path) as state, pytest.raises(ValueError, match="is not a SHA-256"):
         state.download(digest)
 
 
 @pytest.mark.parametrize("run", ["", "../x", "a/b", ".", "a\0", "a" * 101, "a\n"])
 def test_what_a_server_calls_its_run_leads_to_no_other_file(tmp_path: Path, run: str) -> None:
-    with ClientState(tmp_path) as state, pytest.raises(StateError, match="is no name of a run"):
+    with ClientState(tmp_path) as state, pytest.raises(StateError, match="is not a name of a run"):
         state.approve(run)
 
 

@@ -419,7 +419,7 @@ def test_a_server_that_has_all_and_never_says_so_is_not_asked_without_end() -> N
         request.body()
         request.reply(body=to_json(UploadState("7", size_of(forms_of(SMALL)), MIB)))
 
-    with pytest.raises(TransferError, match="not written them down"):
+    with pytest.raises(TransferError, match="not stored them"):
         sent_to(answer, SMALL)
 
 

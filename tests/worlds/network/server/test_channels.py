@@ -120,7 +120,7 @@ def test_text_is_no_frame(served: Any) -> None:
         channel._socket._protocol.send_text(b"words")
         channel._socket._write()
         assert events(served, 1) == [
-            ClientDisconnected(0, "messages are bytes, but this server is text")
+            ClientDisconnected(0, "messages have to be bytes, but this one is text")
         ]
         with pytest.raises(RefusedError, match="this one is text"):
             channel.next(SECONDS)

@@ -174,7 +174,7 @@ def test_of_who_was_forgotten_the_number_is_left(register, tmp_path) -> None:
 def test_who_is_not_there_cannot_be_revoked_or_forgotten(register, who) -> None:
     register.enrol(key(1), "ward 3")
     for change in (register.revoke, register.forget):
-        with pytest.raises(ValueError, match="no client is called"):
+        with pytest.raises(ValueError, match="no client has the name"):
             change(who)
 
 
@@ -309,7 +309,7 @@ def test_a_register_of_other_clients_is_refused(register, tmp_path) -> None:
 
 
 def test_where_no_server_has_begun_there_is_none(tmp_path) -> None:
-    with pytest.raises(RunFolderError, match="no server has begun"):
+    with pytest.raises(RunFolderError, match="no run was served"):
         Register(tmp_path / FILE)
     assert list(tmp_path.iterdir()) == []
 

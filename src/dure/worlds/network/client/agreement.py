@@ -69,7 +69,7 @@ class AgreedRun(msgspec.Struct, frozen=True):
         mine = _flat(msgspec.to_builtins(self))
         theirs = _flat(msgspec.to_builtins(other))
         return [
-            f"{name} was {_shown(mine, name)} and is {_shown(theirs, name)}"
+            f"{name} was {_shown(mine, name)}, but is {_shown(theirs, name)}"
             for name in sorted(mine.keys() | theirs.keys())
             if name not in mine or name not in theirs or mine[name] != theirs[name]
         ]
@@ -137,15 +137,15 @@ class AgreementChecks(ServerChecks):
         different = self.agreed.differences(AgreedRun.of(welcome))
         if different:
             raise PolicyError(
-                f"this site does not take part: the server says of the run another thing than "
-                f"when this site agreed to it: {'; '.join(different[:5])}; look at it, and join "
-                f"once with --approve where that is right"
+                "this site does not take part: the server describes the run differently than "
+                f"when this site approved it: {'; '.join(different[:5])}; examine the changes, "
+                "and if you accept them join once with --approve"
             )
         number = self._number()
         if number is not None and welcome.client not in (-1, number):
             raise PolicyError(
-                f"this site does not take part: it is client {number} of run {welcome.run}, and "
-                f"the server calls it client {welcome.client}"
+                f"this site does not take part: it is client {number} of run {welcome.run}, but "
+                f"the server identifies it as client {welcome.client}"
             )
         self._allows(welcome)
 
@@ -157,8 +157,8 @@ class AgreementChecks(ServerChecks):
                 self._model(measure, "a model")
         if word.say is not None and not self._holds:
             raise PolicyError(
-                f"this site does not follow a step of a protocol on ticket {word.say.ticket}: the "
-                f"updates of run {self.agreed.run} are sent, and no step was agreed to"
+                f"this site rejects a protocol step for ticket {word.say.ticket}: the approved "
+                f"run {self.agreed.run} sends updates directly and has no such steps"
             )
 
     def _train(self, train: Train) -> None:
@@ -166,16 +166,16 @@ class AgreementChecks(ServerChecks):
         if train.smallest_cohort < least:
             raise PolicyError(
                 f"this site does not train for round {train.round + 1} (ticket {train.ticket}): "
-                f"policy.toml asks for at least {least} clients in a new model, and the server "
-                f"keeps to {train.smallest_cohort}: ask its operator for a newer dure"
+                f"policy.toml requires at least {least} clients in a new model, but the server "
+                f"guarantees {train.smallest_cohort}: ask its operator to install a newer dure"
             )
         self._model(train, f"the model of ticket {train.ticket}")
 
     def _model(self, said: Train | EvaluationTask, what: str) -> None:
         if said.bytes > self._most_bytes and self.agreed.trains.forms:
             raise PolicyError(
-                f"this site does not fetch {what}: it has {said.bytes:,} bytes, and the model "
-                f"that was agreed to comes to {self._most_bytes:,} at most"
+                f"this site does not fetch {what}: it has {said.bytes:,} bytes, but the approved "
+                f"model has at most {self._most_bytes:,}"
             )
 
 

@@ -98,7 +98,7 @@ class AuditLog:
                 self._file = lock(path)
             except BlockingIOError as error:
                 raise AuditError(
-                    f"{path} is in use by another process: each client has a log of its own"
+                    f"{path} is in use by another process: each client needs its own log"
                 ) from error
         try:
             with disk_errors(path):
@@ -254,8 +254,8 @@ def verify(path: Path) -> LogChain:
     chain = _chain(path, content[: content.rfind(b"\n") + 1])
     if not content.endswith(b"\n") and content:
         raise AuditError(
-            f"{path}: line {chain.lines + 1} was cut off, before anything left for which it "
-            "stands; the client writes this down when it starts next"
+            f"{path}: line {chain.lines + 1} is incomplete; its message was not sent; the client "
+            "records this at its next start"
         )
     return chain
 
@@ -271,15 +271,14 @@ def _chain(path: Path, content: bytes) -> LogChain:
         try:
             said = msgspec.json.decode(line, type=_Line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise AuditError(f"{path}: line {number} is no line of this log: {error}") from error
+            raise AuditError(f"{path}: line {number} is not a line of this log: {error}") from error
         if said.number not in (None, number):
-            raise AuditError(f"{path}: line {number} says that it is line {said.number}")
+            raise AuditError(f"{path}: line {number} has the number {said.number}")
         if said.previous != chain.digest:
             # The changed line may be the line before.
             before = f"line {number - 1}" if chain.lines else "the beginning"
             raise AuditError(
-                f"{path}: line {number} does not follow {before}: one was changed, or others "
-                "stood between"
+                f"{path}: line {number} does not follow {before}: a line was changed or removed"
             )
         chain = LogChain(number, hashlib.sha256(line).hexdigest())
         _compare(path, chain, noted)
@@ -290,7 +289,7 @@ def _chain(path: Path, content: bytes) -> LogChain:
 
 def _compare(path: Path, chain: LogChain, noted: LogChain | None) -> None:
     if noted is not None and noted.lines == chain.lines and noted.digest != chain.digest:
-        raise AuditError(f"{path}: line {chain.lines} is not the one that was written")
+        raise AuditError(f"{path}: line {chain.lines} has changed")
 
 
 def _head(path: Path) -> Path:

@@ -90,7 +90,7 @@ class Channel:
                 return self._opened(again=False)
             raise self._refused(response.status_code, bytes(response.body or b"")) from error
         except InvalidHandshake as error:
-            raise LinkLostError(f"{self._place} opens no channel: {error}") from error
+            raise LinkLostError(f"{self._place} cannot open a channel: {error}") from error
         except OSError as error:
             raise connection_error_of(error, self._place, CONNECT_SECONDS) from error
 
@@ -120,7 +120,7 @@ class Channel:
                 return frame
             waited += MOMENT
             if seconds is not None and waited > seconds:
-                raise LinkLostError(f"{self._place} said nothing for {seconds:g} s")
+                raise LinkLostError(f"{self._place} sent nothing for {seconds:g} s")
         raise StoppedError
 
     def say(self, frame: Sequence[Buffer], kind: Kind = "message", at_once: bool = True) -> None:

@@ -86,7 +86,7 @@ def server_address_of(url: str) -> ServerAddress:
     """Parse a server's URL. Raises ValueError for an invalid URL."""
     said = urllib.parse.urlsplit(url)
     if said.scheme not in ("https", "http") or not said.hostname:
-        raise ValueError(f"{url!r} is no URL of a server: write https://HOST:PORT")
+        raise ValueError(f"{url!r} is not the URL of a server: write https://HOST:PORT")
     if said.query or said.fragment or said.username is not None:
         raise ValueError(f"{url!r} has more than https://HOST:PORT/PATH: leave out the rest")
     secure = said.scheme == "https"
@@ -116,7 +116,7 @@ def proxy_for(place: ServerAddress) -> Proxy | None:
     said = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
     if said.scheme != "http" or not said.hostname:
         raise ValueError(
-            f"the proxy {said.scheme}://{said.hostname} is not one of http://HOST:PORT"
+            f"the proxy {said.scheme}://{said.hostname} does not have the form http://HOST:PORT"
         )
     headers = {}
     if said.username is not None:
@@ -263,7 +263,9 @@ class Connection(http.client.HTTPConnection):
         # The library would accept a truncated head as complete.
         if self.limits.ended:
             self.close()
-            raise http.client.RemoteDisconnected("the connection broke within an answer's head")
+            raise http.client.RemoteDisconnected(
+                "the connection broke inside the header of an answer"
+            )
         return response
 
     def shut(self) -> None:
@@ -311,7 +313,7 @@ def connection_error_of(
         return NotTrustedError(_untrusted(error, place))
     if isinstance(error, ssl.SSLError) and _refuses_ours(error):
         return NotTrustedError(
-            f"{place} does not accept this client's certificate, or asks for one: {error.reason}"
+            f"{place} rejects this client's certificate, or requires one: {error.reason}"
         )
     wrong = _wrong_address(error, place)
     if wrong is not None:
@@ -322,7 +324,7 @@ def connection_error_of(
     return LinkLostError(reason)
 
 
-CERTIFICATE_HINT = "does it ask for a certificate, or another one, of yours?"
+CERTIFICATE_HINT = "does the server require a client certificate, or another one?"
 
 
 def closed_silently(error: Exception) -> bool:
@@ -338,13 +340,13 @@ def _wrong_address(error: Exception, place: ServerAddress) -> str | None:
     if isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_HOST:
         return f"there is no host {place.host}: {error.strerror}"
     if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
-        return f"{place} does not speak TLS: is it a server of http://?"
+        return f"{place} does not use TLS: is it an http:// server?"
     if isinstance(error, ssl.SSLError) and _has(error, _NO_COMMON_TLS):
-        return f"{place} speaks no TLS that this machine speaks: {error.reason}"
+        return f"{place} and this machine have no TLS version in common: {error.reason}"
     # The library's own words about the proxy's answer to CONNECT.
     status = re.match(r"Tunnel connection failed: (4\d\d) (.*)", str(error))
     if status is not None and int(status[1]) not in RETRYABLE_STATUSES:
-        return f"the proxy does not lead to {place}: {status[1]} {status[2]}"
+        return f"the proxy cannot reach {place}: {status[1]} {status[2]}"
     return None
 
 
@@ -364,9 +366,9 @@ def _has(error: ssl.SSLError, words: tuple[str, ...]) -> bool:
 def _untrusted(error: ssl.SSLCertVerificationError, place: ServerAddress) -> str:
     hint = "give the certificate of the authority that signed it (--authority)"
     if "not yet valid" in error.verify_message or "expired" in error.verify_message:
-        hint = "look at the clock of this machine, and at the certificate's dates"
+        hint = "check the clock of this machine and the certificate's dates"
     elif "mismatch" in error.verify_message:
-        hint = "use a name that is in the certificate"
+        hint = "use a host name that is in the certificate"
     return f"the certificate of {place} is not trusted: {error.verify_message}; {hint}"
 
 
@@ -378,11 +380,11 @@ def _reason(error: Exception, place: ServerAddress, seconds: float) -> str:
     if isinstance(error, ConnectionRefusedError):
         return f"{place} refuses connections: is the server running?"
     if isinstance(error, socket.gaierror):
-        return f"nobody says where {place.host} is: {error.strerror}"
+        return f"the host name {place.host} cannot be resolved: {error.strerror}"
     if isinstance(error, TimeoutError):
         return f"{place} did not answer within {seconds:g} s"
     if isinstance(error, http.client.RemoteDisconnected) and not place.secure:
-        return f"{place} hangs up without an answer: is it a server of https://?"
+        return f"{place} closes the connection without an answer: is it an https:// server?"
     if isinstance(error, ConnectionError | http.client.IncompleteRead | ssl.SSLEOFError):
         return f"the connection to {place} broke"
     return f"the connection to {place} failed: {error}"

@@ -45,7 +45,9 @@ class EvaluationBound:
         if self._bounded and (round, digest) in self._measured:
             return self.policy.evaluation(examples, 0)
         if self._bounded and round < self._newest:
-            return f"a model of round {self._newest} was measured, and this is one of round {round}"
+            return (
+                f"a model of round {self._newest} was evaluated, but this is one of round {round}"
+            )
         earlier = sum(1 for measured, _ in self._measured if measured == round)
         reason = self.policy.evaluation(examples, earlier)
         if not reason and self._bounded:

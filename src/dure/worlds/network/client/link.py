@@ -288,7 +288,7 @@ class HttpLink:
             said = from_json(answer.body, kind)
         except RangeError as error:
             raise UnfitMessageError(
-                one_line(f"an answer of {self.place} is refused: {error}")
+                one_line(f"an answer of {self.place} is rejected: {error}")
             ) from error
         except RequestError as error:
             raise self._foreign(answer.status, str(error), answer.body) from error
@@ -297,7 +297,7 @@ class HttpLink:
 
     def _foreign(self, status: int, about: str, body: bytes) -> RefusedError | BusyError:
         """Return the error for an answer that is not a dure server's."""
-        reason = one_line(f"what answers at {self.place} is no server of dure: {about}")
+        reason = one_line(f"{self.place} is not a server of dure: {about}")
         return BusyError(status, reason) if self.known else RefusedError(status, reason, body)
 
     def send(
@@ -361,7 +361,7 @@ class HttpLink:
     @contextmanager
     def _held(self) -> Iterator[None]:
         if not self._one.acquire(blocking=False):
-            raise RuntimeError("a Link takes one request at a time: make another for this thread")
+            raise RuntimeError("a Link takes one request at a time: create another for this thread")
         try:
             yield
         finally:
@@ -401,7 +401,7 @@ class HttpLink:
         self._silent = self._silent + 1 if told else 0
         if self._silent >= MOST_SILENT and not self.known:
             return NotTrustedError(
-                f"{self.place} has closed {self._silent} connections without a word: "
+                f"{self.place} has closed {self._silent} connections without an answer: "
                 f"{CERTIFICATE_HINT}"
             )
         if isinstance(judged, NotTrustedError | WrongAddressError) and self.known:
@@ -590,7 +590,7 @@ def refusal_reason(body: bytes) -> str | None:
 
 def _status(response: http.client.HTTPResponse) -> str:
     to = response.headers.get("location")
-    elsewhere = f", and names {to} instead: use that" if to else ""
+    elsewhere = f", and redirects to {to}: use that address" if to else ""
     return one_line(f"it answers {response.status} {response.reason}{elsewhere}")
 
 

@@ -206,7 +206,7 @@ class ClientLoop:
                 self._fetched(final, LAST)
             # A server whose run has ended does not wait long for a client with a broken connection.
             except GaveUpError as error:
-                why = f"{error.__cause__}; the last model is left there"
+                why = f"{error.__cause__}; the last model was not saved"
                 self.event("waiting", {"why": why})
 
     def _wait_until_open(self) -> None:
@@ -354,7 +354,7 @@ class ClientLoop:
             say = ProtocolStep(this.ticket, self._client, this.stage, this.body, wants)
             answer = self.site.answer(say)
             if answer is not None and forms_of(named(answer.tensors)) != wanted_forms(wants):
-                raise ValueError("the answer has other tensors than were asked for")
+                raise ValueError("the answer has other tensors than requested")
         except Exception as error:
             self._left.add(this.ticket)
             self.event("left", {"why": described(error)})

@@ -144,7 +144,7 @@ class Policy:
         except OSError as error:
             raise PolicyError(f"cannot read {path}: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise PolicyError(f"{path} is no TOML: {error}") from error
+            raise PolicyError(f"{path} is not valid TOML: {error}") from error
         given = {}
         for key, value in written.items():
             if key not in _READERS:
@@ -152,7 +152,9 @@ class Policy:
             try:
                 given[key] = _READERS[key](value)
             except ValueError as error:
-                raise PolicyError(f"{path}: {key} is {value!r}, but it is {error}") from error
+                raise PolicyError(
+                    f"{path}: {key} is {value!r}, but it has to be {error}"
+                ) from error
         return cls(**given)
 
     @classmethod
@@ -212,7 +214,7 @@ class Policy:
         batch = strategy.get("batch_size")
         numbers = [each for each in (epochs, steps, tuning, batch) if each is not None]
         if not all(_is_count(each, 0) for each in numbers) or (epochs, steps) == (None, None):
-            yield f"{FILE} bounds local work, and the run does not say how much it asks"
+            yield f"{FILE} bounds local work, but the run does not state how much it requires"
             return
         # Steps take precedence if both are given. Without a batch size an epoch is a single step.
         per_epoch = _steps_per_epoch(examples, batch)
@@ -225,7 +227,7 @@ class Policy:
         most = self.local_epochs
         if most is None:
             return
-        allowed = f"{FILE} allows at most {_many(most, 'local epoch')}; the run asks for"
+        allowed = f"{FILE} allows at most {_many(most, 'local epoch')}; the run requires"
         if tuning > most:
             yield f"{allowed} {tuning} of fine-tuning"
         if steps is None:
@@ -240,7 +242,7 @@ class Policy:
         most = self.local_steps
         if most is None:
             return
-        allowed = f"{FILE} allows at most {_many(most, 'local step')}; the run asks for"
+        allowed = f"{FILE} allows at most {_many(most, 'local step')}; the run requires"
         if steps is not None:
             if steps > most:
                 yield f"{allowed} {steps}"
@@ -250,7 +252,7 @@ class Policy:
             yield f"{allowed} {_many(epochs, 'epoch')}, which are {epochs * per_epoch}"
 
     def _cohort(self, welcome: Welcome) -> Iterator[str]:
-        allowed = f"{FILE} asks for at least {_many(self.smallest_cohort, 'client')}"
+        allowed = f"{FILE} requires at least {_many(self.smallest_cohort, 'client')}"
         if self.smallest_cohort == 1:
             return
         if welcome.clients < self.smallest_cohort:
@@ -259,7 +261,7 @@ class Policy:
         together = updates_together(welcome.strategy)
         if together is not None:
             if together < self.smallest_cohort:
-                yield f"{allowed}; the run makes a model of every {_many(together, 'update')}"
+                yield f"{allowed}; the run makes a model from every {_many(together, 'update')}"
             return
         fraction = welcome.strategy.get("fraction", 1.0)
         if isinstance(fraction, (int, float)) and 0 < fraction <= 1:
@@ -267,12 +269,12 @@ class Policy:
             if asked < self.smallest_cohort:
                 yield f"{allowed}; a round of the run has {asked}"
         else:
-            yield f"{allowed}, and the run does not say how many a round has"
+            yield f"{allowed}, but the run does not state how many a round has"
 
     def _sums(self, fewest: int | None) -> Iterator[str]:
         if fewest is not None and fewest < self.smallest_cohort:
             yield (
-                f"{FILE} asks for at least {_many(self.smallest_cohort, 'client')}; a secure sum "
+                f"{FILE} requires at least {_many(self.smallest_cohort, 'client')}; a secure sum "
                 f"of the run may have {fewest}: its minimum has to be {self.smallest_cohort}"
             )
 
@@ -283,8 +285,8 @@ class Policy:
         least = COPIES * model + trains.frozen_bytes
         if least > self.memory:
             yield (
-                f"{FILE} allows {_size(self.memory)} of memory; to train a model of {_size(model)} "
-                f"takes {_size(least)} at least"
+                f"{FILE} allows {_size(self.memory)} of memory; training a model of "
+                f"{_size(model)} needs at least {_size(least)}"
             )
 
     def quota(self, trains: TaskDescription) -> int:
@@ -302,8 +304,8 @@ class Policy:
         most = self.evaluations_per_round
         if examples < self.smallest_test_set:
             return (
-                f"{FILE} allows evaluations on at least {_many(self.smallest_test_set, 'example')}"
-                f", and here are {examples}"
+                f"{FILE} allows evaluations on at least "
+                f"{_many(self.smallest_test_set, 'example')}, but this site has {examples}"
             )
         if most is not None and earlier >= most:
             return f"{FILE} allows {_many(most, 'evaluation')} a round"
@@ -344,7 +346,7 @@ def _limit_memory(memory: int) -> None:
     taken = _taken()
     if taken > memory:
         raise PolicyError(
-            f"{FILE} allows {_size(memory)} of memory, and Python and its libraries alone take "
+            f"{FILE} allows {_size(memory)} of memory, but Python and its libraries alone need "
             f"{_size(taken)}"
         )
     # Limits the data segment, not the address space: libraries reserve far more addresses than they
@@ -421,13 +423,13 @@ def _size(count: int) -> str:
 
 def _whole(value: object) -> int:
     if not _is_count(value, 1):
-        raise ValueError("a whole number from 1 on")
+        raise ValueError("an integer, 1 or more")
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
 def _read_times(value: object) -> int:
     if not _is_count(value, 0):
-        raise ValueError("a whole number from 0 on; 0 measures nothing")
+        raise ValueError("an integer, 0 or more; 0 disables evaluations")
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
@@ -488,7 +490,7 @@ def _read_owner(value: object) -> str:
 def _read_norm(value: object) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < float(value) < math.inf:  # type: ignore[arg-type]
-        raise ValueError("a number above 0")
+        raise ValueError("a number greater than 0")
     return float(value)  # type: ignore[arg-type]
 
 

@@ -52,8 +52,8 @@ class Quota:
         used = self.used()
         if used + more > self.limit:
             raise PolicyError(
-                f"{what} would take {more:,} bytes of {self.folder}, where {used:,} of "
-                f"{self.limit:,} are used: set a larger storage in policy.toml if the run needs it"
+                f"{what} needs {more:,} bytes in {self.folder}, where {used:,} of {self.limit:,} "
+                "are used: set a larger storage in policy.toml if the run needs it"
             )
 
 

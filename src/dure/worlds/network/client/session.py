@@ -431,13 +431,13 @@ class Session:
     def _kept(self) -> str:
         """Describe the files that a client which ends leaves in its folder."""
         if self.state.temporary:
-            return "nothing is kept here without --state"
+            return "no state is saved without --state"
         model = self.state.model_file()
         what = "no model yet" if model is None else f"the model of round {model[0]}"
         waiting = len(self.state.updates())
         updates = "update" if waiting == 1 else "updates"
         unsent = f", and {waiting} {updates} of unknown outcome" if waiting else ""
-        return f"kept in {self.state.folder}: {what}{unsent}; join again to go on"
+        return f"kept in {self.state.folder}: {what}{unsent}; join again to continue"
 
     def _note(
         self,
@@ -540,9 +540,7 @@ def _check_forms(tensors: Mapping[str, Tensor], expected: Mapping[str, TensorSpe
     try:
         check(forms_of(tensors), expected)
     except TensorsError as error:
-        raise TransferError(f"what is to be trained or measured is no such model: {error}") from (
-            error
-        )
+        raise TransferError(f"the received model is invalid: {error}") from (error)
 
 
 def _long(seconds: float) -> str:

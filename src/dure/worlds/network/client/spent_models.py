@@ -39,9 +39,9 @@ class SpentModelsFile:
         self._models = self._read()
         if len(self._models) < fewest:
             raise StateError(
-                f"{self._path} lists {len(self._models)} models, and this client has helped to "
-                f"unmask sums of {fewest}: it is an older copy. With an older list a server could "
-                f"get one client's update: join with a new key, in an empty folder"
+                f"{self._path} lists {len(self._models)} models, but this client has helped to "
+                f"unmask sums of {fewest}: the list is an older copy. With an older list a server "
+                "could get one client's update: join with a new key, in an empty folder"
             )
 
     def __len__(self) -> int:

@@ -208,8 +208,8 @@ class ClientState:
             was = self.about
             if was is not None and replace(was, url="") != replace(about, url=""):
                 raise StateError(
-                    f"{self.folder} belongs to {_who(was)}, and not to {_who(about)}: give another "
-                    "--state, or let it be forgotten"
+                    f"{self.folder} belongs to {_who(was)}, not to {_who(about)}: give another "
+                    "--state, or remove the client at the server (dure clients forget)"
                 )
             self._change(replace(self._kept, about=about))
 
@@ -227,7 +227,7 @@ class ClientState:
         and PolicyError beyond the storage quota.
         """
         if not _DIGEST.fullmatch(digest):
-            raise ValueError(f"{digest[:80]!r} is no SHA-256")
+            raise ValueError(f"{digest[:80]!r} is not a SHA-256")
         path = self.folder / f"download-{digest}"
         there = path.stat().st_size if path.exists() else 0
         self.quota.check(max(0, size - there), "a model on its way")
@@ -381,7 +381,7 @@ class ClientState:
             if (file.digest, size) != (reserve.digest, reserve.bytes):
                 self._sweep()
                 raise ValueError(
-                    f"these tensors have {size} bytes with the digest {file.digest}, and not "
+                    f"these tensors have {size} bytes with the digest {file.digest}, not "
                     f"{reserve.bytes} with {reserve.digest}"
                 )
             updates = {**self._kept.updates, reserve.ticket: reserve}
@@ -445,7 +445,7 @@ class ClientState:
         """Return the path of the approval of a run. Raises StateError for an invalid run id."""
         # The server chooses the name, which must not lead to another folder.
         if not _RUN.fullmatch(run):
-            raise StateError(f"{run[:80]!r} is no name of a run")
+            raise StateError(f"{run[:80]!r} is not a name of a run")
         return self.folder / f"approved-{run}"
 
     def approve(self, run: str) -> None:
@@ -520,7 +520,7 @@ class ClientState:
             # The index exists before the first file of tensors.
             lost = [each.name for each in self.folder.iterdir() if _TENSORS.fullmatch(each.name)]
             if lost:
-                raise _damaged(path, f"it is missing, and says what {min(lost)} is")
+                raise _damaged(path, f"the file is missing, which describes {min(lost)}")
             kept = _Kept()
             _write(path, kept)
         return kept
@@ -578,7 +578,7 @@ class ClientState:
         except (OSError, TensorsError) as error:
             raise _damaged(path, str(error)) from error
         if reading.digest.hexdigest() != file.digest:
-            raise _damaged(path, "its digest is not that of its content")
+            raise _damaged(path, "its digest does not match its content")
         return tensors
 
 
@@ -616,10 +616,10 @@ def _locked(folder: Path) -> int:
         return lock(folder / "lock")
     except BlockingIOError as error:
         raise StateError(
-            f"{folder} is in use by another process: give each client a --state of its own"
+            f"{folder} is in use by another process: give each client its own --state folder"
         ) from error
     except OSError as error:
-        raise StateError(f"{folder} can be no folder of a client: {error.strerror}") from error
+        raise StateError(f"{folder} cannot be the folder of a client: {error.strerror}") from error
 
 
 def _who(about: FolderOwner) -> str:
@@ -638,12 +638,12 @@ def _check(path: Path, digest: str) -> None:
     except OSError as error:
         raise _damaged(path, str(error)) from error
     if found != digest:
-        raise _damaged(path, "its digest is not that of its content")
+        raise _damaged(path, "its digest does not match its content")
 
 
 def _damaged(path: Path, reason: str) -> StateError:
     return StateError(
-        f"{path} is damaged: {reason}; restore it from a copy, or begin in an empty folder"
+        f"{path} is damaged: {reason}; restore it from a copy, or start with an empty folder"
     )
 
 
@@ -668,7 +668,7 @@ def _read(path: Path, kind: type[_Content]) -> _Content | None:
     head = len(_BEGIN) + 8 + len(_MIDDLE)
     content = written[head:-1]
     if written != _BEGIN + checksum(content).encode() + _MIDDLE + content + b"}":
-        raise _damaged(path, "its checksum is not that of its content")
+        raise _damaged(path, "its checksum does not match its content")
     try:
         return msgspec.json.decode(content, type=kind)
     except (ValueError, RecursionError) as error:

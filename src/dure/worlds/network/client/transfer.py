@@ -157,7 +157,7 @@ def download(
                 kept.put_in_place()
                 return tensors
             damage = TensorsError(f"its SHA-256 is {coming.digest()}")
-    raise TransferError(f"what arrived is not {digest}: {damage}") from damage
+    raise TransferError(f"the received data do not match {digest}: {damage}") from damage
 
 
 class _Coming:
@@ -402,8 +402,8 @@ class _Going:
         self._progress(reserved.offset)
         if reserved.offset == size and not reserved.complete:
             self._reserved = None
-            self._count_correction("the server has all bytes, and has not written them down")
-            raise BusyError(200, "the server has all bytes of the update, and writes them down")
+            self._count_correction("the server has all bytes, but has not stored them")
+            raise BusyError(200, "the server has all bytes of the update, and stores them")
 
     def _send(self, reserved: UploadState) -> None:
         at = reserved.offset

@@ -255,7 +255,7 @@ class WebSocket:
             self._limits.look(data)
         except FrameLimitError as error:
             if self._closed is None:
-                self._closed = ClosedError(reason=f"the server breaks the protocol: {error}")
+                self._closed = ClosedError(reason=f"the server violates the protocol: {error}")
             return
         if data:
             self._protocol.receive_data(data)

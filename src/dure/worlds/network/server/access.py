@@ -200,7 +200,7 @@ class AccessControl:
         headers: dict[str, str] = {}
         away = self._conducts.refused(client) if client != NEW else 0.0
         if away:
-            reason = f"{reason}; after many refusals, come again in {math.ceil(away)} s"
+            reason = f"{reason}; after many rejected requests, retry in {math.ceil(away)} s"
             headers = _after(away)
         raise RequestRefused(status, kind, reason, headers)
 
@@ -250,13 +250,15 @@ class AccessControl:
         away = self._conducts.away(client)
         if away:
             self._count("quarantined")
-            reason = f"after many refusals, client {client} is not heard for {math.ceil(away)} s"
+            reason = (
+                f"after many rejected requests, client {client} is blocked for {math.ceil(away)} s"
+            )
             raise RequestRefused(429, "quarantined", reason, _after(away))
 
     def _check_signature(self, claim: Claim, method: str, path: str, address: str) -> None:
         try:
             if not claim.is_true(method, path):
-                reason = "the signature is not for this request: was it changed on its way?"
+                reason = "the signature does not match this request: was it changed in transit?"
                 self._refuse_stranger(403, "forged", reason, address)
             self._nonces.take(claim)
         except SignatureError as error:
@@ -281,7 +283,7 @@ class AccessControl:
         self._count(kind)
         away = self._addresses.refused(address)
         if away:
-            reason = f"{reason}; after many refusals, come again in {math.ceil(away)} s"
+            reason = f"{reason}; after many rejected requests, retry in {math.ceil(away)} s"
             raise RequestRefused(429, kind, reason, _after(away))
         raise RequestRefused(status, kind, reason)
 
@@ -303,7 +305,7 @@ class AccessControl:
                 # The version was read before the changes: changes in between are read next time.
                 self._version = version
         except RunFolderError as error:
-            reason = "the server cannot read who is enrolled now; try again later"
+            reason = "the server cannot read the enrolled clients now; try again later"
             raise RequestRefused(503, "not readable", reason, _after(10.0)) from error
 
     def _put(self, client: RegisteredClient) -> None:
@@ -322,7 +324,9 @@ def _listed(numbers: Mapping[str, int], key: str, wants: int | None) -> int:
     """Return the number of a client on the roster. Raises EnrolError for an unlisted client."""
     number = numbers.get(key)
     if number is None:
-        reason = f"the run's roster does not have the key {key}: the federation's owner adds it"
+        reason = (
+            f"the run's roster does not have the key {key}: ask the federation's owner to add it"
+        )
         raise EnrolError("not listed", reason)
     if wants not in (None, number):
         reason = f"this key is client {number} on the run's roster, and cannot be client {wants}"

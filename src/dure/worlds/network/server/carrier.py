@@ -237,8 +237,8 @@ class NetworkCarrier:
             return JoinMessage(_examples_in(cohort))
         if any((self.folder / "checkpoint").glob("[0-9]*")):
             raise RunFolderError(
-                f"{cohort} is missing, and there is a checkpoint of a run that had begun: put back "
-                f"a copy of it"
+                f"{cohort} is missing, but there is a checkpoint of a started run: restore it "
+                "from a copy"
             )
         present: dict[int, int] = {}
         begun = False
@@ -275,8 +275,8 @@ class NetworkCarrier:
     def _who_is_there(self, present: int) -> str:
         asked = self.cohort.smallest
         if asked <= self.start_with:
-            return f"{present} of {self.start_with} clients are there"
-        return f"{present} of {asked} clients are there, for so many of which one of them asks"
+            return f"{present} of {self.start_with} clients are connected"
+        return f"{present} of {asked} clients are connected; one of them requires {asked}"
 
     def carry(self, coordinator: CoordinatorProtocol) -> Combine:
         """Apply events until the coordinator can make a new model. Raises Interrupted."""
@@ -437,7 +437,7 @@ class NetworkCarrier:
         """Return facts on the clients, and whether models equal a simulation's bit for bit."""
         found = dict(self.cohort.facts(self.now))
         if self.models.differ:
-            again = f"a server that went on made model {self.models.differ[0]} with other bits"
+            again = f"the resumed server computed model {self.models.differ[0]} with other bits"
             found |= {"bits": "close", "differs": [*found["differs"], again]}
         return found
 
@@ -464,8 +464,8 @@ class NetworkCarrier:
         made = self._newest[0] if self._newest is not None else 0
         if self.models.newest > made:
             raise RunFolderError(
-                f"{self.journal.path} is damaged: it ends before model {self.models.newest}, which "
-                f"was made, and comes to model {made} only: put back a copy of it and its log"
+                f"{self.journal.path} is damaged: it ends at model {made}, but model "
+                f"{self.models.newest} was made: restore the file and its log from a copy"
             )
         self.making.sweep()
         if self.federation.holds:
@@ -484,8 +484,8 @@ class NetworkCarrier:
             yield
         except (RequestError, IndexError) as error:
             raise RunFolderError(
-                f"{self.journal.path} is damaged: row {event.seq} is no {event.kind!r} that this "
-                f"server has written ({error}): put back a copy of it"
+                f"{self.journal.path} is damaged: row {event.seq} is not a {event.kind!r} that "
+                f"this server has written ({error}): restore it from a copy"
             ) from error
 
     def _apply(self, coordinator: CoordinatorProtocol, event: Event) -> list[Action]:
@@ -575,9 +575,9 @@ class NetworkCarrier:
         except DamagedUpdateError as error:
             name = self.outbox.session(arrived.client).name
             raise DamagedUpdateError(
-                f"{error}: it is what client {arrived.client} ({name!r}) has sent in round "
-                f"{arrived.round + 1}, and later models are made of it: put back a copy of this "
-                f"file, or go on from a backup of the run"
+                f"{error}: the file is the update of client {arrived.client} ({name!r}) in round "
+                f"{arrived.round + 1}, on which later models depend: restore it from a copy, or "
+                "continue from a backup of the run"
             ) from error
 
     def _expire(self, coordinator: CoordinatorProtocol) -> list[Action]:
@@ -803,10 +803,10 @@ def _examples_in(cohort: Path) -> list[int]:
         raise RunFolderError(f"cannot read {cohort}: {error}") from error
     found = written if isinstance(written, list) else written.examples
     if not found:
-        raise RunFolderError(f"{cohort} is damaged: nobody took part")
+        raise RunFolderError(f"{cohort} is damaged: it lists no clients")
     if not isinstance(written, list) and content != _cohort_written(found):
         raise RunFolderError(
-            f"{cohort} is damaged: its checksum is not that of its content: put back a copy of it"
+            f"{cohort} is damaged: its checksum does not match its content: restore it from a copy"
         )
     return found
 

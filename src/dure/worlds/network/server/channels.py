@@ -268,9 +268,7 @@ class NetworkChannels:
             if socket.scope["path"] != CHANNEL:
                 raise RequestRefused(404, "no such route", "nothing is served there")
             if admitted.client == NEW:
-                raise RequestRefused(
-                    409, "check in first", "the server wants to know who calls: check in"
-                )
+                raise RequestRefused(409, "check in first", "the server requires a check-in")
             self._check_few(admitted.client)
         except RequestRefused as refused:
             about = "a channel"
@@ -288,7 +286,7 @@ class NetworkChannels:
             raise RequestRefused(
                 429,
                 "too many channels",
-                f"client {client} opens channels faster than it says who it is: one is enough",
+                f"client {client} opens channels faster than it authenticates them: open only one",
                 {"retry-after": "1"},
             )
 
@@ -317,11 +315,11 @@ class NetworkChannels:
         except WebSocketDisconnect as ended:
             why = ended.reason or why
         except (asyncio.TimeoutError, TimeoutError):
-            reason = f"it has not said who it is within {HELLO_SECONDS:g} s"
+            reason = f"it has not identified itself within {HELLO_SECONDS:g} s"
             await socket.close(TURNED_AWAY, reason)
         # For example a text frame instead of bytes.
         except (KeyError, RuntimeError):
-            why = "it sent what is no frame"
+            why = "it sent an invalid frame"
         finally:
             # The client may have a newer channel, which must stay.
             if self._channels.get(number) is channel:
@@ -335,8 +333,8 @@ class NetworkChannels:
         """Make this the client's only channel."""
         before = self._channels.get(number)
         if before is not None:
-            self._end(before, TURNED_AWAY, "another process of this client has come")
-            self._events.put(ClientDisconnected(number, "it has come anew"))
+            self._end(before, TURNED_AWAY, "another process of this client has connected")
+            self._events.put(ClientDisconnected(number, "it has reconnected"))
         channel.allow(self._most)
         self._met[number] = channel.key, channel.session.name
         self._channels[number] = channel

@@ -71,7 +71,7 @@ async def body_of(request: Request, admitted: Admitted | None, kind: type[Body])
     """
     body = await read(request, MOST_OF.get(kind, MOST_BODY))
     if admitted is not None and hashlib.sha256(body).hexdigest() != admitted.digest:
-        raise UnprovenError("another body", "the body is not the one that was signed")
+        raise UnprovenError("another body", "the body is not the signed one")
     return from_json(body, kind)
 
 
@@ -97,13 +97,15 @@ def check_length(request: Request, most: int) -> int:
     length = request.headers.get("content-length")
     announced = 0 if length is None else unsigned_number(length)
     if announced > most:
-        raise RequestRefused(413, "too long", f"the body has {length} bytes, and may have {most}")
+        raise RequestRefused(
+            413, "too long", f"the body has {length} bytes, but may have at most {most}"
+        )
     return announced
 
 
 def whole_number(text: str) -> int:
     if not (text.isdecimal() and len(text) < 20):
-        raise RequestError(f"{text[:20]!r} is no number of bytes")
+        raise RequestError(f"{text[:20]!r} is not a number of bytes")
     return int(text)
 
 
@@ -119,7 +121,7 @@ def signed_number(request: Request, name: str) -> int | None:
     """Parse a number of bytes from the signed query; None if absent. Raises RequestError."""
     texts = request.query_params.getlist(name)
     if len(texts) > 1:
-        raise RequestError(f"{name} is said more than once")
+        raise RequestError(f"{name} occurs more than once")
     return whole_number(texts[0]) if texts else None
 
 

@@ -35,7 +35,7 @@ class Downloads:
         digest = request.path_params["digest"]
         stream = self.cache.get(digest)
         if stream is None:
-            why = "there is no such model any more: ask again what to do"
+            why = "this model is not available any more: ask for the next assignment"
             raise RequestRefused(410, "no such model", why)
         start = signed_number(request, "from")
         if start is None:

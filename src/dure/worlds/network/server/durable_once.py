@@ -122,9 +122,9 @@ class DurableOnce:
         made = from_json(event.body, OnceEvent)
         if (made.what, made.number) != (what, self._number):
             raise RunFolderError(
-                f"the journal says in row {event.seq} that {made.what!r} was made, as number "
-                f"{made.number}, and {what!r} comes now, as number {self._number}: put back the "
-                f"journal of this run"
+                f"row {event.seq} of the journal contains {made.what!r} with the number "
+                f"{made.number}, but the next event is {what!r} with the number {self._number}: "
+                "restore the journal of this run"
             )
         self._number += 1
         self._of_this_model.append(made)

@@ -89,9 +89,9 @@ class ModelDigests:
     def _differs(self, model: int) -> None:
         if not self.differ:
             warn(
-                f"model {model} has other bits than the one of which {self._path} has the digest: "
-                f"this machine computes otherwise than the one before, or a file of the run has "
-                f"changed"
+                f"model {model} has other bits than the model whose digest is in {self._path}: "
+                "this machine computes differently than the previous one, or a file of the run "
+                "has changed"
             )
         self.differ.append(model)
 
@@ -127,7 +127,7 @@ def _lines_in(content: bytes, path: Path | None) -> list[_Line]:
             found.append(msgspec.json.decode(b"{" + without_checksum(text), type=_Line))
         except ValueError as error:
             raise RunFolderError(
-                f"{path} is damaged: line {number}: {error}; put back a copy of it, or remove it: "
-                f"then models are compared with no digests"
+                f"{path} is damaged: line {number}: {error}; restore it from a copy, or remove "
+                "it: models are then not compared with digests"
             ) from error
     return found

@@ -105,7 +105,7 @@ class ModelStreams:
                 weights, buffers, extra = self._layout.apart(tensors)
             # The digest matches, so these are the bytes that the client has sent.
             except TensorsError as error:
-                failure = f"it is no update of this model: {error}"
+                failure = f"it is not an update of this model: {error}"
         return Update(
             ticket=said.ticket,
             client=asked.client,

@@ -298,7 +298,7 @@ class ClientOutbox:
         while True:
             asked = session.say is not None and session.say.ticket == ticket
             if not (asked or self.wants(session, ticket)):
-                why = self.over or "nobody waits for the update any more"
+                why = self.over or "the update is not needed any more"
                 return WatchAnswer(wanted=False, reason=why, over=self.over)
             left = 0.0 if self.paused or gone.done() else until - time.monotonic()
             if left <= 0:

@@ -61,7 +61,7 @@ class ProtocolSteps:
 
     def with_clients(self, says: Sequence[ProtocolStep]) -> Iterator[ProtocolAnswer]:
         """Yield the clients' answers. Raises Interrupted, and ValueError for invalid steps."""
-        assert self._once.making, "what clients answer is nowhere else than in what is made of it"
+        assert self._once.making, "clients' answers exist only in the results computed from them"
         _check(says)
         asking = secrets.token_hex(8)
         waits = {say.ticket: say for say in says}
@@ -153,6 +153,6 @@ def _check(says: Sequence[ProtocolStep]) -> None:
     for say in says:
         if len(say.body) > MOST_STEP_BYTES:
             raise ValueError(
-                f"step {say.stage} would say {len(say.body):,} bytes to client {say.client}, and "
-                f"{MOST_STEP_BYTES:,} are the most: sum over smaller groups"
+                f"step {say.stage} would send {len(say.body):,} bytes to client {say.client}, but "
+                f"at most {MOST_STEP_BYTES:,} are allowed: sum over smaller groups"
             )

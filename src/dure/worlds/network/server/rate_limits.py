@@ -38,9 +38,11 @@ class RateLimits:
 
     def __post_init__(self) -> None:
         if not (self.rate > 0 and self.burst >= 1 and self.refusals >= 1):
-            raise ValueError("limits: rate is above 0, burst and refusals are at least 1")
+            raise ValueError("limits: rate has to be above 0, burst and refusals at least 1")
         if not (self.within > 0 and 0 < self.quarantine <= self.longest):
-            raise ValueError("limits: within and quarantine are above 0, longest is no less")
+            raise ValueError(
+                "limits: within and quarantine have to be above 0, and longest at least as large"
+            )
 
 
 class _Conduct:

@@ -117,7 +117,7 @@ class Register:
         if clients is not None and not path.exists():
             _make(path, clients)
         if not path.exists():
-            raise RunFolderError(f"no server has begun a run there: {path} is missing")
+            raise RunFolderError(f"no run was served from this folder: {path} is missing")
         self._db = _opened(path)
         # A separate connection, so that readers never wait for a write.
         self._reader = _opened(path)
@@ -125,11 +125,15 @@ class Register:
         with _told(path):
             [version] = self._db.execute("PRAGMA user_version").fetchone()
             if version != _VERSION:
-                raise RunFolderError(f"{path} is of another version of dure, or not whole")
+                raise RunFolderError(
+                    f"{path} was written by another version of dure, or is incomplete"
+                )
             self._seal()
             [self.places] = self._db.execute("SELECT clients FROM run").fetchone()
         if clients is not None and clients != self.places:
-            raise RunFolderError(f"{path} is of a run with {self.places} clients, not {clients}")
+            raise RunFolderError(
+                f"{path} belongs to a run with {self.places} clients, not {clients}"
+            )
 
     def _seal(self) -> None:
         """Compare every client's row with its checksum; add checksums to an older register."""
@@ -151,8 +155,8 @@ class Register:
         wrong = [one for one in {*found, *seals} if found.get(one) != seals.get(one)]
         if wrong:
             raise RunFolderError(
-                f"{self.path} is damaged: client {min(map(str, wrong))} is not as it was enrolled: "
-                f"put back a copy of it"
+                f"{self.path} is damaged: client {min(map(str, wrong))} has changed since its "
+                "enrolment: restore it from a copy"
             )
 
     def close(self) -> None:
@@ -174,7 +178,9 @@ class Register:
         that is taken.
         """
         if not 0 < lasts < float("inf"):
-            raise ValueError(f"an invitation lasts some time, not {lasts} s")
+            raise ValueError(
+                f"the lifetime of an invitation has to be more than 0 s, not {lasts} s"
+            )
         name = None if name is None else clean_name(name)
         token = secrets.token_hex(16)
         with self._change() as db:
@@ -302,7 +308,7 @@ class Register:
     def _check_free(self, db: sqlite3.Connection, name: str | None, number: int | None) -> None:
         """Check that the name and the number are free. Raises EnrolError otherwise."""
         if number is not None and not 0 <= number < self.places:
-            reason = f"there is no client {number}: they are 0 to {self.places - 1}"
+            reason = f"there is no client {number}: client numbers are 0 to {self.places - 1}"
             raise EnrolError("wrong number", reason)
         if number is not None and _client(db, "number", number) is not None:
             raise EnrolError("number taken", f"the number {number} is taken: choose another")
@@ -333,7 +339,7 @@ class Register:
             name = unicodedata.normalize("NFC", who)
             client = _client(db, "name", name, "ORDER BY state = 'enrolled' DESC, enrolled DESC")
         if client is None:
-            raise ValueError(f"no client is called {who!r}: dure clients list shows them")
+            raise ValueError(f"no client has the name {who!r}: dure clients list shows the clients")
         if client.state == "forgotten":
             raise ValueError(f"client {who} is forgotten already")
         return client
@@ -366,7 +372,7 @@ def clean_name(name: str) -> str:
     fit = printable(name) == name == name.strip() and 0 < len(name) <= MOST_NAME
     # A name of digits only could be confused with a number.
     if not fit or name.isdecimal():
-        reason = f"a name has 1 to {MOST_NAME} characters that can be printed, not digits alone"
+        reason = f"a name needs 1 to {MOST_NAME} printable characters, not only digits"
         raise EnrolError("wrong name", reason)
     return name
 
@@ -374,7 +380,7 @@ def clean_name(name: str) -> str:
 def check_same(client: RegisteredClient, name: str, wants: int | None) -> None:
     """Check that a known client requests its own number and name. Raises EnrolError otherwise."""
     if client.state != "enrolled":
-        raise EnrolError("revoked", f"client {client.number} was revoked, and its key with it")
+        raise EnrolError("revoked", f"client {client.number} and its key were revoked")
     if wants is not None and wants != client.number:
         reason = f"this key is client {client.number}, and cannot be client {wants} too"
         raise EnrolError("number taken", reason)

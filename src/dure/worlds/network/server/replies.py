@@ -58,7 +58,7 @@ class Replies:
                 return
             raise unwanted()
         if not session.train.holds:
-            why = "the updates of this run are sent, and this one was only said to be ready"
+            why = "clients of this run send their updates, but this one was only announced"
             self.access.refuse(session.number, 422, "not sent", why)
         await logged(
             self.journal, "update", session.number, ticket, to_json(held_update_record(ticket))
@@ -80,15 +80,15 @@ class Replies:
             return
         say = session.say
         if say is None or not self.outbox.asks(session, said.ticket, said.asking):
-            raise RequestRefused(410, "not wanted", "nobody waits for this answer any more")
+            raise RequestRefused(410, "not wanted", "this answer is not needed any more")
         if said.stage != say.stage:
-            why = f"it is of step {said.stage}, and step {say.stage} was asked"
+            why = f"the answer is for step {said.stage}, but step {say.stage} was requested"
             self.access.refuse(session.number, 422, "another step", why)
         if said.body is not None and len(said.body) > MOST_STEP_BYTES:
-            why = f"the answer has {len(said.body)} bytes, and may have {MOST_STEP_BYTES}"
+            why = f"the answer has {len(said.body)} bytes, but may have at most {MOST_STEP_BYTES}"
             self.access.refuse(session.number, 413, "too long", why)
         if said.body is not None and session.wants and session.uploaded_answer != said.asking:
-            why = "the tensors of the answer are to be sent before it"
+            why = "the tensors of the answer have to be sent before it"
             self.access.refuse(session.number, 422, "no tensors", why)
         kind = one_line(said.failure, MOST_KIND)
         self.outbox.answer(session, replace(said, failure=kind), digest)

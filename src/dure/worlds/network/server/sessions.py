@@ -95,18 +95,18 @@ class ServedRun:
         """Check the protocol version and the task of a client. Raises RequestError or Refused."""
         if message.version not in (requests.VERSION, requests.VERSION - 1):
             raise RequestError(
-                f"the client speaks version {message.version}, and the server {requests.VERSION}: "
-                f"install the same dure"
+                f"the client speaks version {message.version}, but the server {requests.VERSION}: "
+                "install the same dure"
             )
         if self.holds and message.version < FIRST_VERSION_WITH_HELD_UPDATES:
             raise RequestError(
-                f"the client speaks version {message.version}, which would send its updates, and "
-                f"in this run they stay with their clients: install the same dure"
+                f"the client speaks version {message.version}, which would send its updates, "
+                "but in this run they stay with their clients: install the same dure"
             )
         if message.trains is not None:
             different = self.compare(message.trains, self.trains)
             if different:
-                why = f"the task is another: {'; '.join(different[:5])}"
+                why = f"the client's task differs: {'; '.join(different[:5])}"
                 access.refuse(admitted.client, 409, "another task", why)
 
     def check_cohort(
@@ -125,7 +125,7 @@ class ServedRun:
         why = self.cohort_objection(message.smallest_cohort) or reason_to_wait
         if why is not None:
             reason = (
-                f"this site asks for at least {message.smallest_cohort:,} clients in each new "
+                f"this site requires at least {message.smallest_cohort:,} clients in each new "
                 f"model, and {why}"
             )
             access.refuse(admitted.client, 409, "smallest cohort", reason)
@@ -237,8 +237,8 @@ class SessionRoutes:
         if message.smallest_cohort <= others + 1:
             return None
         return (
-            f"the run has started with {others + 1} clients, this one included, and would have to "
-            f"wait: come again when more clients are there"
+            f"the run has started and only {others + 1} of them are connected, including this "
+            "one, so all would wait: retry when more are connected"
         )
 
     async def _mark_available(self, session: ClientSession, record: CheckInRecord) -> None:

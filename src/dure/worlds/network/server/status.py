@@ -112,7 +112,7 @@ class Status:
             kind, _, token = request.headers.get("authorization", "").partition(" ")
             given = token.strip().encode(errors="replace")
             if kind.lower() != "bearer" or not secrets.compare_digest(given, self.token.encode()):
-                why = f"this needs the token in {TOKEN}: Authorization: Bearer TOKEN"
+                why = f"this request needs the token in {TOKEN}: Authorization: Bearer TOKEN"
                 return _json({"error": why}, 401, {"www-authenticate": "Bearer"})
             try:
                 return answer()
@@ -255,7 +255,7 @@ class _Now(Collector):
     def collect(self) -> Any:
         status = self._status
         sessions = status.outbox.everybody()
-        clients = GaugeMetricFamily("dure_clients", "clients by where they are", labels=["state"])
+        clients = GaugeMetricFamily("dure_clients", "clients by state", labels=["state"])
         states = [state_of(session) for session in sessions]
         for state in ("here", "at work", "missing", "away"):
             clients.add_metric([state.replace(" ", "_")], states.count(state))
@@ -303,9 +303,11 @@ def load_or_create_token(folder: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the token {path}: {error}") from error
     if stat.S_IMODE(mode) & 0o077:
-        raise ValueError(f"others may read the token {path}: chmod 600 {path}")
+        raise ValueError(f"others may read the token {path}: run chmod 600 {path}")
     if len(token) < 32:
-        raise ValueError(f"{path} is no token of 32 digits or more: remove it for a new one")
+        raise ValueError(
+            f"{path} is not a token of 32 digits or more: remove it to create a new one"
+        )
     return token
 
 

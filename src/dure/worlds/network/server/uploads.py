@@ -75,7 +75,10 @@ class Uploads:
         if said.asking:
             return await self._reserve_answer(session, said)
         if session.train is not None and session.train.holds:
-            why = "updates of this run stay with their clients, and this one would travel bare"
+            why = (
+                "updates of this run stay with their clients, and this one would be sent "
+                "unprotected"
+            )
             self.access.refuse(session.number, 422, "bare", why)
         if not self.outbox.wants(session, said.ticket):
             # A client that did not receive the acknowledgement asks again.
@@ -88,11 +91,11 @@ class Uploads:
             return answer(UploadState(str(said.ticket), 0, PART, complete=True))
         wrong = self._made_up(session, said)
         if wrong is not None:
-            self.access.refuse(session.number, 422, "made up", f"the update cannot be: {wrong}")
+            self.access.refuse(session.number, 422, "made up", f"the update is invalid: {wrong}")
         expected = size_of(session.forms)
         if said.bytes != expected:
             raise RequestError(
-                f"the update has {said.bytes} bytes, and this model's has {expected}"
+                f"the update has {said.bytes} bytes, but an update of this model has {expected}"
             )
         upload = await asyncio.to_thread(self._opened, said)
         self.reserved[session.number] = said
@@ -106,7 +109,7 @@ class Uploads:
             raise unwanted()
         expected = size_of(session.wants)
         if not session.wants or said.bytes != expected:
-            raise RequestError(f"the answer has {said.bytes} bytes, and {expected} are asked for")
+            raise RequestError(f"the answer has {said.bytes} bytes, but needs {expected}")
         upload = await asyncio.to_thread(self._opened, said)
         self.reserved[session.number] = said
         return await self._received(session, said, upload)
@@ -118,7 +121,8 @@ class Uploads:
         freely.
         """
         if not 1 <= said.examples <= session.examples:
-            return f"it is of {said.examples:,} examples, and its client has {session.examples:,}"
+            return f"the update is of {said.examples:,} examples, "
+                f"but its client has {session.examples:,}"
         most = self.samples(said.examples)
         if not 1 <= said.samples <= most:
             return (
@@ -242,4 +246,4 @@ def _go_on(name: str, upload: Upload) -> Response:
 
 
 def unwanted() -> RequestRefused:
-    return RequestRefused(410, "not wanted", "nobody waits for this update any more")
+    return RequestRefused(410, "not wanted", "this update is not needed any more")
