@@ -121,8 +121,10 @@ class Uploads:
         freely.
         """
         if not 1 <= said.examples <= session.examples:
-            return f"the update is of {said.examples:,} examples, "
+            return (
+                f"the update is of {said.examples:,} examples, "
                 f"but its client has {session.examples:,}"
+            )
         most = self.samples(said.examples)
         if not 1 <= said.samples <= most:
             return (
