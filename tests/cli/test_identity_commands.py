@@ -55,8 +55,8 @@ def test_a_folder_and_days_can_be_said(said) -> None:
         ("certificates init here", "takes no names"),
         ("certificates client", "name one client"),
         ("certificates init --day 3", "did you mean --days"),
-        ("clients list", "name RUN"),
-        ("clients revoke run", "name RUN CLIENT"),
+        ("clients list", "give RUN and nothing"),
+        ("clients revoke run", "give RUN CLIENT and nothing"),
         (
             "clients list nowhere",
             "no run was served from this folder: nowhere/clients.db is missing",

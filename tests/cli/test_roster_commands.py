@@ -69,8 +69,8 @@ def test_an_owners_key_is_secret_and_is_made_once(said) -> None:
     [
         ("roster sgn", "did you mean 'sign'"),
         ("roster key", "--state"),
-        ("roster key here --state there", "name nothing"),
-        ("roster owner", "name KEY"),
+        ("roster key here --state there", "give nothing else"),
+        ("roster owner", "give KEY"),
         ("roster sign clients.txt --federation x --key nowhere", "dure roster owner makes one"),
         ("roster sign nowhere --federation x --key owner.pem", "cannot read the list of clients"),
         ("roster sign gap.txt --federation x --key owner.pem", "the roster has no client 0"),

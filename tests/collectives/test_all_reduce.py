@@ -324,7 +324,7 @@ def test_one_rank_has_the_sum_already_and_sends_nothing() -> None:
         ),
         ({"tensor": torch.ones(1).expand(4)}, "an expanded tensor cannot hold the result"),
         ({"tensor": torch.eye(2).to_sparse()}, "only dense tensors can be sent"),
-        ({"hosts": [[0, 1]]}, "each of the ranks 0 to 0 has one"),
+        ({"hosts": [[0, 1]]}, "each of the ranks 0 to 0 needs exactly one"),
         ({"group": "everybody"}, "not in the group, or the group is invalid: 'everybody'"),
     ],
 )

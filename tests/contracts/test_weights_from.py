@@ -74,7 +74,7 @@ def test_a_run_that_goes_on_begins_with_the_same(tmp_path: Path) -> None:
     ):
         dure.resume(out)
     other = saved(seeded_model(replace(task, weights=None), 2), tmp_path)
-    with pytest.raises(RunFolderError, match=r"task.weights is .* and was"):
+    with pytest.raises(RunFolderError, match=r"task.weights is .* but was"):
         dure.resume(out, weights=other)
     run = dure.resume(out, weights=moved, stop=dure.Stop(steps=4))
     assert same_bits(run, whole)
@@ -107,8 +107,11 @@ def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
             {"scale": None, "more": torch.ones(1)},
             r"do not match the model: scale missing in the file; more not in the model$",
         ),
-        ({"scale": torch.ones(4)}, r"scale is \(4,\) there and \(3,\) in the model$"),
-        ({"scale": torch.ones(3).long()}, "scale is torch.int64 there and torch.float32 in the"),
+        ({"scale": torch.ones(4)}, r"scale is \(4,\) in the file and \(3,\) in the model$"),
+        (
+            {"scale": torch.ones(3).long()},
+            "scale is torch.int64 in the file and torch.float32 in the",
+        ),
     ],
 )
 def test_other_names_and_shapes_are_said(tmp_path: Path, changes, complaint) -> None:

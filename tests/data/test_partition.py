@@ -267,7 +267,7 @@ def test_natural_clients_are_the_keys_in_sorted_order():
         (Dirichlet(0.5, 5), 2, labelled(torch.zeros(9).long()), "2 clients cannot have 5 of 9"),
         (IID(), 4, some(3), "4 clients cannot share 3 examples"),
         (IID(), 0, some(3), "at least 1, not 0"),
-        (IID(), None, some(3), "how many clients"),
+        (IID(), None, some(3), "give the number of clients"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(partition, clients, examples, complaint):

@@ -285,7 +285,7 @@ def test_columns_of_arrow_that_are_no_tensors_are_refused(tmp_path):
     with pytest.raises(DataError, match="different lengths"):
         dure.Shards(tmp_path).batch(torch.tensor([0, 1]))
     _write(tmp_path, "0.parquet", b"nothing of it")
-    with pytest.raises(DataError, match="no Parquet file"):
+    with pytest.raises(DataError, match="not a Parquet file"):
         dure.Shards(tmp_path)
 
 

@@ -402,7 +402,7 @@ class Moving(nn.Module):
 def test_a_frozen_parameter_that_training_changes_is_refused_by_name(
     system: str, does: str
 ) -> None:
-    how = "is trained now" if does == "trains it" else "is frozen, but was changed"
+    how = "is trained now" if does == "trains it" else "frozen, but was changed"
     with pytest.raises(WorkerFailedError, match=rf"client \d .* first\.weight .* {how}"):
         train(lambda: Moving(does, "training"), SYSTEMS[system])
 

@@ -340,7 +340,7 @@ def test_a_push_that_is_no_message_of_the_codec_is_refused() -> None:
         ValueError, match="does not use the same compression as the run of the shard"
     ):
         push(torch.zeros(16, dtype=torch.uint8), 10, None)
-    with pytest.raises(ValueError, match=r"has 16 bytes of top-k:0\.2, and not"):
+    with pytest.raises(ValueError, match=r"has to have 16 bytes of top-k:0\.2, not"):
         push(torch.zeros(15, dtype=torch.uint8), 10)
     with pytest.raises(ValueError, match="places are not ascending"):
         push(torch.zeros(16, dtype=torch.uint8), 10)

@@ -378,7 +378,7 @@ def test_what_servers_cannot_have_every_rank_refuses_before_anything_begins() ->
         "whether LBFGS updates every element independently",
         "SGD has made steps",
         "a torch scheduler changes the learning rates of SGD here",
-        "SGD has a parameter that is not the model's",
+        "SGD has a parameter that does not belong to the model",
         "the model is on meta",
         "weight is a sparse embedding",
         "weight has no shape yet",

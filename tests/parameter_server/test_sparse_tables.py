@@ -317,7 +317,7 @@ def hooked() -> nn.Module:
     [
         (partial(Classifier, max_norm=1.0), r"words\.weight has max_norm=1\.0"),
         (partial(Classifier, scale_grad_by_freq=True), "scale_grad_by_freq=True"),
-        (Tied, r"words\.weight is head\.weight as well"),
+        (Tied, r"words\.weight is also head\.weight"),
         (scaled, "Scaled with its own forward"),
         (hooked, "an embedding with hooks"),
     ],

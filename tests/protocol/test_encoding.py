@@ -157,7 +157,7 @@ def kept(*tensors: Any) -> dict[str, Any]:
     ("content", "reason"),
     [
         (bytearray(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), "not a message of dure"),
-        (bytearray(b"dure"), "begins with 24 bytes"),
+        (bytearray(b"dure"), "starts with 24 bytes"),
         (made(kept(), version=9), "has version 9"),
         (made(kept())[:-1], "has .* bytes, but its header states"),
         (made(kept(), size=1 << 60), "has .* bytes, but its header states"),
@@ -169,12 +169,12 @@ def kept(*tensors: Any) -> dict[str, Any]:
         (made(kept(["float32", [-2]]), bytes(8)), "there is no tensor of"),
         (made(kept(["float32", [1 << 62] * 100_000])), "there is no tensor of"),
         (made(kept(["object", [2]]), bytes(16)), "there is no tensor of object"),
-        (made(kept(["float32", [2.5]]), bytes(12)), "it is no message"),
+        (made(kept(["float32", [2.5]]), bytes(12)), "it is not a message"),
         (made(kept(["float32", [1]]), bytes(8)), "4 surplus bytes"),
-        (made(kept(7)), "it is no message"),
-        (made({"type": "Shutdown"}), "it is no message"),
-        (made({"type": "Join", "sizes": ["many"]}), "it is no message"),
-        (made([1, 2]), "it is no message"),
+        (made(kept(7)), "it is not a message"),
+        (made({"type": "Shutdown"}), "it is not a message"),
+        (made({"type": "Join", "sizes": ["many"]}), "it is not a message"),
+        (made([1, 2]), "it is not a message"),
     ],
 )
 def test_what_is_no_message_is_refused_with_the_reason(content: bytearray, reason: str) -> None:

@@ -129,10 +129,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: newest(run).rename(run / "checkpoint" / "00000016"),
         "00000016 is damaged .it contains step 6",
     ),
-    "seed": (of_config(lambda config: config.update(seed=9)), "seed is 9 and was 0"),
+    "seed": (of_config(lambda config: config.update(seed=9)), "seed is 9 but was 0"),
     "batch size": (
         of_config(lambda config: config["strategy"].update(batch_size=4)),
-        "strategy.batch_size is 4 and was 8",
+        "strategy.batch_size is 4 but was 8",
     ),
     "run": (of_config(lambda config: config.update(run="0" * 16)), "belongs to another run than"),
     "a list": (state_is("[]"), "00000006 is damaged"),
@@ -166,7 +166,7 @@ def test_damage_is_told_and_nothing_is_changed(what: str, runs: Path, tmp_path: 
         with pytest.raises(RunFolderError, match=said):
             go_on(folder)
     # What does not fit shows only to the rank that goes on with it.
-    if "does not fit" not in said:
+    if "does not match the" not in said:
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
@@ -229,7 +229,7 @@ def test_what_may_change_may_be_edited(runs: Path, tmp_path: Path) -> None:
 
 def test_other_data_than_those_of_the_run_are_refused(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "run", tmp_path / "run")
-    with pytest.raises(RunFolderError, match="train_examples is 30 and was 41"):
+    with pytest.raises(RunFolderError, match="train_examples is 30 but was 41"):
         go_on(tmp_path / "run", task=small_task(n=30))
 
 

@@ -133,7 +133,12 @@ def test_a_lineage_cannot_write_over_what_is_said_of_it(copy, capsys) -> None:
     assert main(["verify", str(copy / "model.safetensors")]) == 0
     said = capsys.readouterr().out
     assert "\x1b" not in said
-    assert len([line for line in said.splitlines() if line.startswith("as it was signed")]) == 1
+    assert (
+        len(
+            [line for line in said.splitlines() if line.startswith("unchanged since it was signed")]
+        )
+        == 1
+    )
 
 
 def test_a_simulated_run_is_not_signed(tmp_path) -> None:

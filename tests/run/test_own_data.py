@@ -34,7 +34,7 @@ def own(rank: int, world: int, sizes: tuple[int, ...] = (14, 27)) -> Any:
         (dure.TensorParallel(), "tensor-parallel share"),
         (dure.Pipeline(), "pipeline share"),
         (dure.FedAvg(clients=2), "fed-avg divides the data among clients"),
-        (dure.ParallelSGD(combine="best"), "best model"),
+        (dure.ParallelSGD(combine="best"), "combine=best"),
         (dure.ParallelSGD(partition=dure.LabelShards(1)), "nothing to divide"),
         (dure.ADMM(partition=dure.LabelShards(1)), "nothing to divide"),
         (dure.DataParallel(privacy="dp-sgd:1:1"), "dp-sgd"),

@@ -176,7 +176,7 @@ def test_a_run_goes_on_with_the_roster_with_which_it_was_begun(tmp_path: Path) -
     path = roster(tmp_path, "a")
     served(tmp_path, joins(tmp_path, "a"), clients=1, roster=str(path))
     roster(tmp_path, "b")
-    with pytest.raises(ServeError, match="not the one with which") as error:
+    with pytest.raises(ServeError, match="differs from the one with which") as error:
         dure.resume(tmp_path / "run", task=small_task(), stop=dure.Stop(rounds=2))
     assert "client 0 (ward 0) has the identity" in str(error.value)
     assert str(tmp_path / "run") in str(error.value)
@@ -251,7 +251,7 @@ def test_a_client_refuses_another_roster_later_by_what_has_changed(tmp_path: Pat
     with site(tmp_path) as here:
         assert here.reasons(welcome(text)) == []
         (reason,) = here.reasons(welcome(other))
-        assert "not the one with which run-1 was begun: client 1 (ward 1) has" in reason
+        assert "differs from the one with which run-1 was begun: client 1 (ward 1) has" in reason
         with pytest.raises(PolicyError, match="client 1"):
             here.enter(welcome(other))
     pinned = PinnedOwnersRoster.of_client(tmp_path / "a", "run-1")
@@ -296,7 +296,7 @@ def test_a_site_wants_so_many_clients_in_a_sum(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"owner": "1234"}, "owner: '1234' is no key"),
+        ({"owner": "1234"}, "owner: '1234' is not a key"),
         ({"policy": f'owner = "{EVIL.public}"'}, "policy.toml and --owner name different owners"),
         ({"identities": Path("list")}, "leave out --identities or --owner"),
     ],

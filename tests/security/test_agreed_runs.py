@@ -261,7 +261,7 @@ def test_local_work_is_compared_with_the_examples_that_the_site_has() -> None:
 def test_more_work_than_was_allowed_is_not_done_whatever_the_run_was() -> None:
     one = training(Policy(local_epochs=2), local_epochs=2)
     one.clients.local = one.clients.local.__class__(50, None, 4)
-    with pytest.raises(PolicyError, match=r"this site does not train in round 3.*asks for 50"):
+    with pytest.raises(PolicyError, match=r"this site does not train in round 3.*requires 50"):
         one.train(TRAIN, {}, lambda: True)
 
 
@@ -309,7 +309,7 @@ def test_a_site_measures_so_many_models_of_a_round(tmp_path: Path) -> None:
         assert "2 evaluations a round" in again.refusal(3, models[2], 5)
         assert again.refusal(3, models[1], 5) == ""
         assert again.refusal(4, models[2], 5) == ""
-        assert "of round 4 was measured" in again.refusal(2, models[2], 5)
+        assert "of round 4 was evaluated" in again.refusal(2, models[2], 5)
         assert EvaluationBound(policy, state, "run-2").refusal(0, models[2], 5) == ""
 
 

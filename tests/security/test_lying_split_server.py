@@ -44,7 +44,7 @@ def with_values(change: Callable[[torch.Tensor], Any]) -> Callable[[Gradients], 
 
 
 WRONG: dict[str, tuple[Callable[[Gradients], Any], str]] = {
-    "none": (lambda honest: replace(honest, values=()), "0 gradients at the cut, of 1"),
+    "none": (lambda honest: replace(honest, values=()), "0 gradients at the cut, but 1"),
     "two": (lambda honest: replace(honest, values=2 * honest.values), "2 gradients"),
     "shape": (with_values(lambda one: one[:, 1:]), "have to be"),
     "transposed": (with_values(lambda one: one.T.contiguous()), "have to be"),

@@ -80,8 +80,8 @@ def main(given: list[str]) -> int:
     prog = f"dure roster {what} {command.operands}".rstrip()
     how = parse_flags(prog, {"how": command.options}, flags, command.description)["how"]
     if len(names) != len(command.operands.split()):
-        operands = command.operands or "nothing"
-        raise ValueError(f"{prog}: give {operands} and nothing else before the options")
+        operands = f"{command.operands} and " if command.operands else ""
+        raise ValueError(f"{prog}: give {operands}nothing else before the options")
     command.run(names, how)
     return 0
 

@@ -485,7 +485,7 @@ def test_uneven_data_without_join_names_the_rank_that_has_ended(whose: str) -> N
 def test_models_that_differ_are_refused_everywhere() -> None:
     def program(context: RankContext) -> str:
         model = nn.Linear(FEATURES, 2 + (context.group.rank == 1))
-        with pytest.raises(ValueError, match="has other") as caught:
+        with pytest.raises(ValueError, match="has different") as caught:
             DistributedDataParallel(model, context.group)
         return str(caught.value)
 

@@ -175,8 +175,8 @@ def more_than_linear() -> dict[str, nn.Module]:
     layers[1].register_forward_hook(lambda module, inputs, output: 2 * output)
     prune.random_unstructured(layers[2], "weight", 0.5)
     return {
-        "a Scaled with its own forward": Scaled(6, 8),
-        "a Louder with its own forward": Louder(6, 8),
+        "a Scaled with a forward of its own": Scaled(6, 8),
+        "a Louder with a forward of its own": Louder(6, 8),
         "a ParametrizedLinear with a parametrization": parametrizations.weight_norm(layers[0]),
         "a Linear with hooks": layers[1],
         "with hooks, as of pruning": layers[2],
@@ -260,7 +260,7 @@ def test_pairs_are_where_layers_stand() -> None:
         "another forward": Branched(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)),
     }
     for what, model in several.items():
-        with pytest.raises(ValueError, match=r"there is no (pair|ready plan)"):
+        with pytest.raises(ValueError, match=r"there is no (pair|built-in plan)"):
             pytest.fail(f"{what}: {plan_for(model)}")
     relu = nn.ReLU()
     model = nn.Sequential(

@@ -435,7 +435,7 @@ def other_ways(group: Group) -> list[str]:
 def test_what_is_computed_in_half_precision_and_what_is_wrong_on_one_rank() -> None:
     for halved, unlike, one in on_ranks(2, lambda context: other_ways(context.group)):
         assert halved == ""
-        assert unlike.startswith("undivided, the model's loss is not the same on all ranks")
+        assert unlike.startswith("undivided, the model's loss differs between the ranks")
         assert " of its largest value on rank 1" in one
 
 

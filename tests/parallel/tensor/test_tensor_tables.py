@@ -342,8 +342,8 @@ WRONG = {
     "rows that are no sequence": (
         {**plan_for_reader(True), "blocks.*.expand": Column(sequence=1)},
         r"fails in blocks\.0\.expand \(the plan has Column\(sequence=1\)\).*"
-        r"blocks\.0\.expand has a tensor of 2 dimensions, the last one of features, so that "
-        r"sequence=1 is no sequence: where a model makes rows",
+        r"blocks\.0\.expand has a tensor of 2 dimensions, the last one of features, so "
+        r"sequence=1 is not a sequence dimension: where a model flattens",
     ),
 }
 
@@ -518,7 +518,11 @@ class Fixed:
         ({"heads": True}, "held.heads", "0 has no integer 'held.heads'"),
         (Config(heads=3), "held.heads", "0 has held.heads = 3, not a multiple of the degree 2"),
         (Fixed(), "held.heads", "0 has held.heads, which cannot be changed"),
-        (nn.Linear(4, 4), "held.in_features", r"a Linear: say Attributes\('in_features'\) of that"),
+        (
+            nn.Linear(4, 4),
+            "held.in_features",
+            r"a Linear: use Attributes\('in_features'\) for that",
+        ),
     ],
 )
 def test_a_number_that_cannot_be_divided_is_refused_by_name(

@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> Non
         assert "belongs to another model" in other
         assert "missing ['again.weight'" in names
         assert "unknown ['a']" in names
-        assert "has the shape (2, 2) here" in shapes
+        assert "has the shape (2, 2) in the state_dict" in shapes
         assert "this state has groups of [6] parameters" in groups
         assert same
 

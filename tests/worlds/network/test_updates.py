@@ -235,11 +235,11 @@ def anonymous_bytes() -> int:
 @pytest.mark.parametrize(
     ("stream", "reason"),
     [
-        (STREAM[:-1], "may be"),
+        (STREAM[:-1], "at most"),
         (STREAM + b"\0", "have to be"),
         (b"".join(pieces({**TENSORS, "step": torch.tensor(7.0)})), "step is"),
         (b"".join(pieces({"weight": TENSORS["weight"]})), "flags is missing"),
-        (b"".join(pieces({**TENSORS, "more": torch.zeros(1)})), "more is no tensor"),
+        (b"".join(pieces({**TENSORS, "more": torch.zeros(1)})), "more is not a tensor"),
         (b"", "ends within"),
         (STREAM[:300], "ends within"),
         (STREAM.replace(bytes_of(TENSORS["flags"]).tobytes(), b"\1\2\1"), "not booleans"),

@@ -70,7 +70,7 @@ class FeatureSkew(Partition):
 
     def __post_init__(self) -> None:
         if not 0 <= self.skew <= 1:
-            raise ValueError(f"feature-skew: the skew is between 0 and 1, not {self.skew}")
+            raise ValueError(f"feature-skew: the skew has to be between 0 and 1, not {self.skew}")
 
     def _divide(self, clients: int, examples: Examples, seed: int) -> ClientParts:
         n = len(examples)

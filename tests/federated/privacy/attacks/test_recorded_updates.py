@@ -236,7 +236,7 @@ def test_what_cannot_be_kept_is_refused_before_any_work() -> None:
         dure.train(task, dure.FedAvg(clients=2), world, stop)
     with pytest.raises(ValueError, match="keep updates"):
         dure.train(task, dure.SplitLearning(cut=("1",), clients=2), world, stop)
-    with pytest.raises(ValueError, match="keep updates is about clients"):
+    with pytest.raises(ValueError, match="keep updates applies to clients"):
         dure.train(task, dure.Downpour(replicas=2), world, stop)
     liars = dure.Simulated(keep_updates=1, attack="label-flip", attackers=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="spoilt"):

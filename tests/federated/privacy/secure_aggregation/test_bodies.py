@@ -109,7 +109,7 @@ def test_what_is_too_long_too_deep_or_of_another_type_is_refused(body: bytes) ->
 def test_a_message_that_is_too_long_is_not_even_read() -> None:
     long = to_body(Survivors(())) + bytes(MOST_BODY)
     with pytest.raises(
-        ProtocolError, match=f"has {len(long)} bytes, but may have at most {MOST_BODY}"
+        ProtocolError, match=f"has {len(long)} bytes, but at most {MOST_BODY} are allowed"
     ):
         from_body(long, Survivors)
 

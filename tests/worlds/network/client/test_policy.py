@@ -173,12 +173,12 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         (
             Policy(local_epochs=5),
             {"local_epochs": 20},
-            "at most 5 local epochs; the run requires f",
+            "at most 5 local epochs; the run requires",
         ),
         (Policy(local_epochs=5), {"fine_tune": 6}, "the run requires 6 of fine-tuning"),
         # 95 examples in tens: ten steps are an epoch.
         (Policy(local_epochs=5), {"local_steps": 50}, None),
-        (Policy(local_epochs=5), {"local_steps": 51}, "asks for 51 steps, of which 50 are 5"),
+        (Policy(local_epochs=5), {"local_steps": 51}, "requires 51 steps, of which 50 are 5"),
         (Policy(local_epochs=5), {"local_steps": 6, "batch_size": None}, "6 steps, of which 5"),
         (Policy(local_steps=20), {}, None),
         (Policy(local_steps=19), {}, "at most 19 local steps; the run requires 2 epochs, which a"),
@@ -195,7 +195,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         (Policy(smallest_cohort=2), {"fraction": "x"}, "does not state how many a round has"),
         (Policy(smallest_cohort=2), {"fraction": float("nan")}, "does not state how many a round"),
         (Policy(memory=COPIES * 10**6), {}, None),
-        (Policy(memory=COPIES * 10**6 - 1), {}, "a model of 1 MB takes 4 MB at least"),
+        (Policy(memory=COPIES * 10**6 - 1), {}, "a model of 1 MB needs at least 4 MB"),
     ],
 )
 def test_what_a_run_asks_is_compared_with_the_policy(policy, asked, said: str | None) -> None:

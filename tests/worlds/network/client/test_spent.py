@@ -50,7 +50,9 @@ def test_an_older_copy_of_the_list_beside_a_newer_index_is_refused(tmp_path: Pat
         older = (tmp_path / SPENT).read_bytes()
         state.spend(MODELS[1], 2, b"q", b"a")
     (tmp_path / SPENT).write_bytes(older)
-    with pytest.raises(StateError, match=r"lists 1 models, but this client .* sums of 2: it is an"):
+    with pytest.raises(
+        StateError, match=r"lists 1 models, but this client .* sums of 2: the list is an"
+    ):
         ClientState(tmp_path)
     (tmp_path / SPENT).unlink()
     with pytest.raises(StateError, match="lists 0 models"):
