@@ -123,7 +123,9 @@ def test_other_names_and_shapes_are_said(tmp_path: Path, changes, complaint) -> 
 def test_what_the_files_have_no_values_for_may_not_be_on_meta(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Tied()
-    with pytest.raises(ValueError, match=r"makes passing on the meta device, and .* has no values"):
+    with pytest.raises(
+        ValueError, match=r"creates passing on the meta device, and .* has no values"
+    ):
         load_initial_weights(model, saved(Tied(), tmp_path))
 
 

@@ -103,7 +103,7 @@ def test_reading_is_the_loaders_time_and_they_are_no_workers() -> None:
 
 
 def test_loaders_are_counted_from_0() -> None:
-    with pytest.raises(ValueError, match="-1 loaders cannot read"):
+    with pytest.raises(ValueError, match="loaders is -1, but it has to be 0 or more"):
         train(small_task(), -1)
 
 
@@ -120,5 +120,5 @@ def test_all_cores_feed_one_gpu(data: Any) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a CUDA device here")
 def test_a_gpu_that_is_not_there_is_said_before_any_work() -> None:
-    with pytest.raises(ValueError, match="there is no CUDA device here"):
+    with pytest.raises(ValueError, match="this machine has no CUDA device, so cuda cannot be used"):
         dure.train(small_task(), dure.SingleWorker(8, device="cuda"))

@@ -108,6 +108,6 @@ def test_a_model_without_a_copy_is_measured_only_if_it_is_spare() -> None:
     model = Asks()
     weight = model.layer.weight
     model.twice = lambda: weight * 2  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="no copy of it"):
+    with pytest.raises(ValueError, match="cannot be measured, because the model cannot be copied"):
         saved_bytes(model, torch.randn(3, 8))
     assert saved_bytes(model, torch.randn(3, 8), spare=True) > 0

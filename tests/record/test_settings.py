@@ -74,7 +74,7 @@ def test_what_the_user_names_again_is_not_compared_with_the_config() -> None:
     assert edited(settings(CONFIG), settings(config), ["world"]) == []
     other = changed("task", name="/home/me/my_task.py:task", options={})
     assert edited(settings(CONFIG), settings(other), ["task.name"]) == [
-        "task.options is {} and was {'lr': 0.1}"
+        "task.options is {} but was {'lr': 0.1}"
     ]
 
 

@@ -183,7 +183,9 @@ def test_a_federation_of_the_first_version_is_refused_and_stays_as_it_is(tmp_pat
     dure.train(small_task(), dure.FedAvg(clients=3), stop=dure.Stop(rounds=2), out=tmp_path)
     change_state(tmp_path, as_the_first_version)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    written = r"written by dure 0\.1\.0 or older, as version 1; this dure reads version 2"
+    written = (
+        r"written by dure 0\.1\.0 or older, in version 1 of the format; this dure reads version 2"
+    )
     with pytest.raises(dure.errors.RunFolderError, match=written):
         dure.resume(tmp_path, task=small_task(), stop=dure.Stop(rounds=4))
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
@@ -209,7 +211,8 @@ def test_a_checkpoint_of_a_version_that_is_not_known_is_refused(tmp_path: Path) 
     change_state(tmp_path, lambda state: state.update(version=99, dure="7.5.0"))
     before = (tmp_path / "summary.json").read_bytes()
     with pytest.raises(
-        dure.errors.RunFolderError, match=r"was written by dure 7\.5\.0, as version 99"
+        dure.errors.RunFolderError,
+        match=r"was written by dure 7\.5\.0, in version 99 of the format",
     ):
         dure.resume(tmp_path, task=small_task(), stop=dure.Stop(steps=9))
     assert (tmp_path / "summary.json").read_bytes() == before

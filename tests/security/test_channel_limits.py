@@ -183,7 +183,7 @@ def test_after_the_first_message_a_client_may_send_what_is_allowed(
         channel.say([bytes(most + 1)])
         (gone,) = events(served, 1)
         assert isinstance(gone, ClientDisconnected)
-        assert f"may have {most:,}" in gone.why
+        assert f"may have at most {most:,}" in gone.why
         # It hears so, and does not try again.
         with pytest.raises(RefusedError, match="may have"):
             channel.next(SECONDS)

@@ -284,7 +284,11 @@ def with_nan(frame: Any) -> Any:
             "raised OSError",
         ),
         (altered(Activations, lambda frame: None), PartyLostError, "party 1 said nothing for 0.5"),
-        (altered(Activations, lambda frame: Resume(1, 0)), PartyLostError, "is told Resume"),
+        (
+            altered(Activations, lambda frame: Resume(1, 0)),
+            PartyLostError,
+            "server cannot process a Resume from party 1",
+        ),
         (altered(Evaluated, shorter), PartyLostError, r"test data of shape \[9, 5\]"),
     ],
 )
@@ -323,7 +327,7 @@ def test_without_alignment_all_have_as_many_people(tmp_path: Path) -> None:
     wire = Wire(
         STRATEGIES["server"], tmp_path, 3, tasks=lambda number: task(PEOPLE - (number == 2))
     )
-    with pytest.raises(PartyLostError, match=r"party 2 .* it has 21 people, and server 22"):
+    with pytest.raises(PartyLostError, match=r"party 2 .* it has 21 people, but server has 22"):
         learner(wire)
     assert "same people in the same order, or align" in wire.turned_away[2]
 

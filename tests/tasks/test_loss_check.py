@@ -61,14 +61,14 @@ def test_every_system_warns_once_of_targets_that_a_loss_of_ones_own_may_ignore(
     strategy: Any, world: Any
 ) -> None:
     (one,) = said(strategy, world, loss=own)
-    assert one.startswith("targets hold -100, which the loss own may ignore")
+    assert one.startswith("targets contain -100, which the loss own may ignore")
     assert "return (sum, count)" in one
     assert "\n" not in one
 
 
 def test_the_ignored_target_is_the_losss_own() -> None:
     (one,) = said(loss=Own(ignore_index=1), train=ignoring(1))
-    assert one.startswith("targets hold 1, which the loss Own may ignore")
+    assert one.startswith("targets contain 1, which the loss Own may ignore")
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_any_other_bytes_are_no_roster(body) -> None:
 )
 def test_a_field_that_is_not_what_it_has_to_be_is_refused(change) -> None:
     body = {**json.loads(ROSTER.to_json()), **change}
-    with pytest.raises(RosterError, match="no roster") as error:
+    with pytest.raises(RosterError, match="the received data are not a roster: ") as error:
         Roster.from_json(json.dumps(body).encode())
     assert str(error.value).isprintable()
 
@@ -119,7 +119,7 @@ def test_a_field_that_is_not_what_it_has_to_be_is_refused(change) -> None:
 def test_so_is_one_of_a_client(change) -> None:
     body = json.loads(ROSTER.to_json())
     body["members"][0] |= change
-    with pytest.raises(RosterError, match="no roster"):
+    with pytest.raises(RosterError, match="the received data are not a roster: "):
         Roster.from_json(json.dumps(body).encode())
 
 
@@ -217,7 +217,7 @@ def test_the_first_roster_is_pinned_and_comes_again(tmp_path: Path) -> None:
         (
             [*MEMBERS[:2], member(2, identity=EVIL)],
             f"client 2 (ward 2) has the identity {fingerprint(EVIL.public)}, "
-            f"and had {fingerprint(IDENTITIES[2].public)}",
+            f"but had {fingerprint(IDENTITIES[2].public)}",
         ),
         ([*MEMBERS[:2], member(2, box=BOXES[3])], "client 2 (ward 2) has another box key"),
         ([*MEMBERS[:2], member(2, name="ward 9")], "client 2 (ward 2) is now named ward 9"),

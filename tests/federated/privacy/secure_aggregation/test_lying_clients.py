@@ -214,7 +214,7 @@ def test_too_many_shares_that_do_not_fit_end_the_sum_before_anybody_unmasks(
 ) -> None:
     of = context(6)
     machine = server(of)
-    with pytest.raises(TooFewError, match="have a share of client 13's secret, and 5 have to"):
+    with pytest.raises(TooFewError, match="have a share of client 13's secret, but 5 are needed"):
         with_lies(of, {(13, SHARE): lie(3)}, lost=lost, machine=machine)
     assert machine.stage == MASK
     assert list(machine.guilty) == [13]
