@@ -270,7 +270,10 @@ def test_a_stream_gives_each_example_once_and_says_where_it_ended():
     order = examples.order()(0, 0, 0)
     assert order.tolist() == list(range(7))
     assert examples.batch(torch.tensor([3, 1]))[1].tolist() == [0, 1]
-    with pytest.raises(dure.errors.DataError, match="the stream ended after 5 examples, and 7"):
+    with pytest.raises(
+        dure.errors.DataError,
+        match="the stream ended after 5 examples, but its length was given as 7",
+    ):
         examples.batch(torch.tensor([6]))
 
 

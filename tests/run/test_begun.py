@@ -214,7 +214,7 @@ def test_code_that_has_changed_is_named_again(
     with open(own / file, "a") as edited:
         edited.write("# other code\n")
     assert goes_on(own / "run") == 2
-    assert f"{file} was changed" in capsys.readouterr().err
+    assert f"has changed code: {own / file} was edited" in capsys.readouterr().err
     assert not was_run(own)
     assert goes_on(own / "run", "--task", f"{own}/my_task.py:task") == 0
 
@@ -351,4 +351,4 @@ def test_a_class_of_a_package_with_relative_imports_is_found_from_elsewhere(
     with open(package / "base.py", "a") as edited:
         edited.write("# other code\n")
     done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True)
-    assert "base.py was changed" in done.stderr
+    assert "base.py was edited" in done.stderr

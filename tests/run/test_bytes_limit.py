@@ -106,10 +106,10 @@ def test_a_run_goes_on_with_the_clients_that_may_still_transfer(tmp_path: Path) 
     def world() -> dure.Simulated:
         return dure.Simulated(engine="loop", transfer_budget=int(3.5 * exchange))
 
-    with pytest.warns(UserWarning, match="used up"):
+    with pytest.warns(UserWarning, match="have reached their transfer budget"):
         whole = dure.train(task, strategy, world(), dure.Stop(rounds=1_000))
     dure.train(task, strategy, world(), dure.Stop(rounds=3), out=tmp_path / "run")
-    with pytest.warns(UserWarning, match="used up"):
+    with pytest.warns(UserWarning, match="have reached their transfer budget"):
         resumed = dure.resume(tmp_path / "run", task=task, stop=dure.Stop(rounds=1_000))
     assert resumed.summary["steps"] == whole.summary["steps"]
     assert resumed.history.evaluations[-1].metrics == whole.history.evaluations[-1].metrics

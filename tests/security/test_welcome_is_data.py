@@ -205,7 +205,7 @@ def test_a_text_without_end_is_refused(depth: int) -> None:
 
 def test_from_is_no_way_to_another_system() -> None:
     fed_avg = next(one for one in STRATEGIES if one["name"] == "fed-avg")
-    with pytest.raises(ValueError, match="from is 'scaffold', but it is path/to"):
+    with pytest.raises(ValueError, match="from is 'scaffold', but it has to be path/to"):
         decode_strategy({**fed_avg, "from": "scaffold"})
     policy = Policy(systems=("fed-avg",))
     assert policy.check(welcome({**fed_avg, "from": "scaffold"})) != []
@@ -416,7 +416,7 @@ def test_a_folder_says_nothing_of_a_task_but_how_it_learns() -> None:
     from dure.run.learning import with_learning
 
     for field in ("weights", "model", "reference", "train"):
-        with pytest.raises(ValueError, match=f"knows no '{field}'"):
+        with pytest.raises(ValueError, match=f"does not know the training option '{field}'"):
             with_learning(small_task(), {field: "/etc/passwd"})
 
 

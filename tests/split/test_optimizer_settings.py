@@ -330,7 +330,7 @@ LIES: Mapping[str, tuple[dict[str, Any], str]] = {
     "a list": ({"groups": ({"count": [1]},)}, "a list, and has to be"),
     "another name": ({"groups": ({"maximise": True},)}, "changed maximise"),
     "a group more": ({"groups": ({}, {})}, "2 parameter groups"),
-    "no groups": ({"groups": None}, "did not come"),
+    "no groups": ({"groups": None}, "steps of the optimizer change are missing"),
     "shared": ({"shared": {"counts": 1}}, "changed counts"),
 }
 

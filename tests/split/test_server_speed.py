@@ -77,5 +77,5 @@ def test_a_speed_is_above_zero(speed: float) -> None:
 
 @pytest.mark.parametrize("strategy", [dure.FedAvg(clients=3), dure.ParameterServer(1, 2)])
 def test_others_have_no_such_server(strategy: dure.Strategy) -> None:
-    with pytest.raises(ValueError, match="of the server of split learning"):
+    with pytest.raises(ValueError, match="applies only to the server of split learning"):
         run(strategy, server_examples_per_second=SPEED)

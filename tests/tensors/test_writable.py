@@ -118,5 +118,5 @@ def test_a_buffer_that_would_no_longer_follow_another_is_refused() -> None:
         made.register_buffer("heads", made.mask[0].expand(3, FEATURES))
         return made
 
-    with pytest.raises(ValueError, match=r"heads cannot be loaded, .* lies where mask lies"):
+    with pytest.raises(ValueError, match=r"heads cannot be loaded, .* shares memory with mask"):
         seeded_model(small_task(model=model), 0)

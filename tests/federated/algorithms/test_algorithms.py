@@ -843,7 +843,9 @@ def test_a_client_of_per_fed_avg_whose_loss_is_not_finite_is_refused(bad: float)
     def lost(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets) + bad  # the gradient is finite
 
-    with pytest.warns(UserWarning, match="client 0 is refused: its first loss is not finite"):
+    with pytest.warns(
+        UserWarning, match="update of client 0 is rejected: its first loss is not finite"
+    ):
         run = train(dure.PerFedAvg(clients=1), task=small_task(loss=lost, test=None))
     assert run.history.steps[0].numbers["refused"] == 1
 

@@ -83,7 +83,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "the first module": (Pipeline(8, cut=("0",)), "name modules in their order"),
     "modules in another order": (
         Pipeline(8, schedule="interleaved", cut=("4", "2", "3")),
-        "the stage at '2' would begin",
+        "the stage at '2' would start at or before 4",
     ),
     "more stages than operations": (
         Pipeline(8, schedule="interleaved", stages_per_rank=9),

@@ -85,7 +85,8 @@ def named_starts(trace: ModelTrace, names: Sequence[str]) -> list[int]:
         if places[0] <= (starts[-1] if starts else 0):
             before = names[len(starts) - 1] if starts else "the first operation"
             raise ValueError(
-                f"the stage at {name!r} would start before {before}: name modules in their order"
+                f"the stage at {name!r} would start at or before {before}: name modules in their "
+                "order"
             )
         if inside_divided(trace)[places[0]]:
             raise ValueError(

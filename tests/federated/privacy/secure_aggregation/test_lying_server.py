@@ -118,7 +118,7 @@ def test_no_series_of_requests_gets_both_shares_of_anybody(lists: list[list[int]
 def test_a_neighbour_cannot_be_named_both_alive_and_dead() -> None:
     _, members = at(UNMASK)
     both = msgspec.msgpack.encode(["Unmask", [10, 13, 16, 19, 22, 25], [13]])
-    refused(members[10], UNMASK, both, "is no Unmask")
+    refused(members[10], UNMASK, both, "is not a Unmask, which this stage requires")
     refused(members[10], UNMASK, to_body(Unmask((10, 13, 13, 16, 19, 22))), "twice, out of order")
     refused(members[10], UNMASK, to_body(Unmask((13, 10, 16, 19, 22))), "twice, out of order")
 
@@ -241,7 +241,12 @@ OTHER = {
 def test_a_client_names_what_the_server_says_differently(field: str) -> None:
     own = context(6)
     lie = msgspec.structs.replace(own, **{field: OTHER[field]})
-    refused(client(10, own), ADVERTISE, to_body(Offer(lie)), f"has another {field} than client 10")
+    refused(
+        client(10, own),
+        ADVERTISE,
+        to_body(Offer(lie)),
+        f"has a different {field} than client 10 expects",
+    )
 
 
 FEW = SecureAggregationPlus(minimum=2)
@@ -259,7 +264,7 @@ def test_what_a_client_knows_itself_it_does_not_take_from_the_server(field: str)
         assert own == msgspec.structs.replace(of, members=lie)
         return
     assert own == of
-    refused(client(10, own), ADVERTISE, said, f"another {field}")
+    refused(client(10, own), ADVERTISE, said, f"has a different {field} than client 10")
 
 
 def test_a_client_plans_the_graph_itself() -> None:
@@ -269,9 +274,9 @@ def test_a_client_plans_the_graph_itself() -> None:
     for lie in ({"degree": 2, "threshold": 2}, {"fewest": 2}, {"threshold": of.threshold - 1}):
         said = to_body(Offer(msgspec.structs.replace(of, **lie)))
         own = context_of(said, FEW, **known, quantisation=of.quantisation)
-        refused(client(10, own), ADVERTISE, said, f"another {'|'.join(lie)}")
+        refused(client(10, own), ADVERTISE, said, f"a different ({'|'.join(lie)}) than client 10")
     too_many = SecureAggregationPlus(corrupt=0.6, drop_out=0.5)
-    with pytest.raises(ProtocolError, match="cannot be: of 60 members 36 may be corrupt"):
+    with pytest.raises(ProtocolError, match="are invalid: of 60 members 36 may be corrupt"):
         context_of(to_body(Offer(of)), too_many, **known, quantisation=of.quantisation)
 
 
@@ -309,7 +314,7 @@ def test_one_who_was_told_of_another_model_is_no_part_of_a_sum_of_the_others() -
     run_stage(machine, members)
     refused(members[10], MASK, machine.ask()[10], "another model, list, length or threshold")
     # Nobody has unmasked anything: all can be in another sum of this model.
-    with pytest.raises(TooFewError, match="0 of 6 have a share of client 10's secret, and 5"):
+    with pytest.raises(TooFewError, match="0 of 6 have a share of client 10's secret, but 5 are"):
         run_stage(machine, members, lost=[10])
 
 
@@ -337,7 +342,7 @@ def test_a_sum_that_protects_nobody_is_refused_on_both_sides(
     of = context(6, **others)
     refused(client(10, of), ADVERTISE, to_body(Offer(of)), why)
     if 10 in of.members:
-        with pytest.raises(ValueError, match=why.replace("and this client takes", "but a sum")):
+        with pytest.raises(ValueError, match=why.replace("but this client takes", "but a sum has")):
             server(of)
 
 

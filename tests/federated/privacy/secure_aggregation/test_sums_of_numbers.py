@@ -55,7 +55,7 @@ def test_one_more_client_than_the_modulus_has_room_for_would_overflow() -> None:
     rule = Quantisation(1.0, 3)
     most = rule.encode(torch.ones(1), bytes(32))[0]
     assert 3 * most.long() < 2**31 <= 4 * (most.long() + 1)
-    with pytest.raises(ValueError, match="a sum of 4 clients"):
+    with pytest.raises(ValueError, match="the sum has 4 clients, but it can have 1 to 3"):
         rule.decode(4 * most, 4)
 
 

@@ -368,7 +368,9 @@ def test_a_client_s_row_that_has_changed_is_named(tmp_path: Path, statement: str
     with Register(tmp_path / FILE) as again:
         assert [one.state for one in again.clients()] == ["revoked", "enrolled"]
     changed_row(tmp_path / FILE, statement)
-    with pytest.raises(RunFolderError, match=r"clients\.db is damaged: client [013] is not"):
+    with pytest.raises(
+        RunFolderError, match=r"clients\.db is damaged: client [013] has changed since"
+    ):
         Register(tmp_path / FILE)
 
 
