@@ -108,7 +108,7 @@ def test_copies_pickles_and_signatures_of_settings_are_as_ever() -> None:
         (lambda: dure.Parallel(mesh={"data": 2}), "it has to be a Mesh"),  # type: ignore[arg-type]
         (lambda: dure.FedBuff(buffer=10**30), "buffer is 10+, which is too large for a count"),
         (lambda: dure.LocalSGD(period=10**20), "period is 10+, which is too large for a count"),
-        (lambda: dure.FedAvg(server_lr=1e308), r"server_lr is 1e\+308, and .* overflows"),
+        (lambda: dure.FedAvg(server_lr=1e308), r"server_lr is 1e\+308, which would cause overflow"),
         (lambda: dure.FedProx(mu=math.nan), "mu is nan, which is not a number"),
     ],
 )

@@ -323,7 +323,7 @@ def test_a_server_that_dies_without_a_copy_ends_the_run_and_is_named() -> None:
     leader, other, _, worker = on_ranks(4, without_a_copy)
     assert leader == other == worker
     assert "rank 2 " in leader
-    assert "with server 1 went the float64 keys 108 to 214" in leader
+    assert "server 1 held the float64 keys 108 to 214, of which there is no copy" in leader
     assert "replicas=1 keeps one" in leader
 
 

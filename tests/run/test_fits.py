@@ -192,7 +192,7 @@ def test_what_would_do_has_room_to_spare() -> None:
         told = refusal(free, dure.SingleWorker(), dure.Processes(1))
         assert told is not None
         assert f"--workers {workers} ({each} MB each)" in told
-        assert told.endswith(f"or --offload {offload} would do")
+        assert told.endswith(f"or --offload {offload} would fit")
     told = refusal(0, dure.SingleWorker(offload="optimizer"), dure.Processes(1))
     assert told is not None
     assert "workers" not in told

@@ -211,7 +211,7 @@ def test_a_site_trains_for_no_smaller_cohort_than_it_asks_for(tmp_path: Path) ->
             NextAnswer(train=replace(TRAIN, smallest_cohort=2)),
         ]
         assert one.session.next([]).train == TRAIN
-        with pytest.raises(PolicyError, match=r"round 3 \(ticket 4\).*at least 3 .*keeps to 2"):
+        with pytest.raises(PolicyError, match=r"round 3 \(ticket 4\).*at least 3 .*guarantees 2"):
             one.session.next([])
         # The server need not wait for it.
         assert server.asked[-1] == ("/v1/failures", {"ticket": 4, "kind": "PolicyError"})
@@ -279,8 +279,8 @@ def test_models_of_fewer_updates_than_a_site_asks_for_are_not_joined(system: str
     buffer = {"buffer": 2} if system == "fed-buff" else {}
     told = {**WELCOME.strategy, "name": system, **buffer}
     [reason] = Policy(smallest_cohort=3).check(replace(WELCOME, strategy=told))
-    assert "a model of every" in reason
-    with pytest.raises(PolicyError, match="a model of every"):
+    assert "at least 3 clients; the run makes a model from every" in reason
+    with pytest.raises(PolicyError, match=r"at least 3 clients .*; the run makes one from every"):
         training(Policy(smallest_cohort=3), name=system, **buffer)
 
 
@@ -338,7 +338,7 @@ def test_no_file_of_a_run_makes_the_folder_larger_than_its_bound(
 def test_a_model_is_not_fetched_that_would_not_fit(tmp_path: Path) -> None:
     with site(tmp_path, Policy(storage=1000)) as (one, server):
         agrees(one, server)
-        with pytest.raises(PolicyError, match="a model on its way would take 2,000 bytes"):
+        with pytest.raises(PolicyError, match="a model on its way needs 2,000 bytes"):
             one.session.fetch(1, DIGEST, 2000)
         assert [path for path, _ in server.asked] == ["/v1/check-in"]
         # What a break has left is a part of it.

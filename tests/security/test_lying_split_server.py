@@ -69,7 +69,7 @@ def test_gradients_that_cannot_be_are_refused_by_name(name: str, clients: Client
     (smashed,) = clients.says(site, gradients_for(smashed))
     assert isinstance(smashed, Smashed)
     reason = clients.refused(site, alter(gradients_for(smashed)))
-    assert "server sends" in reason or "server says" in reason
+    assert "server sends" in reason or "server states that" in reason
     assert said in reason
 
 
@@ -377,7 +377,7 @@ def test_a_client_without_a_batch_waits_for_the_sums_of_the_others(tmp_path: Pat
         assert "not all finite" in clients.refused(
             site, HeadSum(step, tuple(torch.full_like(one, math.nan) for one in values))
         )
-        assert "of 2" in clients.refused(site, HeadSum(step, values[:1]))
+        assert "1 gradients of the head, but 2" in clients.refused(site, HeadSum(step, values[:1]))
         said = clients.says(site, HeadSum(step, values))
         kinds = [type(one) for one in said]
         assert kinds == ([Smashed] if step + 1 < steps else [Ended] if step > steps else [])

@@ -53,7 +53,7 @@ def test_what_is_frozen_in_a_first_round_is_as_it_was(strategy: Strategy) -> Non
             {"clip_norm": 1.0},
             "each side of the cut has only its part",
         ),
-        (dure.ParallelSplit(clients=2), {"precision": "bf16"}, "what crosses the cut"),
+        (dure.ParallelSplit(clients=2), {"precision": "bf16"}, "values and gradients at the cut"),
         (dure.SplitFed(clients=2), {"ema": 0.9}, "no side has the whole model"),
         (dure.SplitLearning(clients=2), {"compile": "eager"}, "no side calls the whole model"),
         (dure.VerticalSplit(), {"clip_norm": 1.0}, "each party has only a part of the model"),

@@ -105,7 +105,7 @@ def test_an_owner_is_known_by_key_or_fingerprint() -> None:
 
 @pytest.mark.parametrize("text", ["", "12", "x" * 64, "0" * 65, "0" * 31])
 def test_what_is_no_key_is_refused(text) -> None:
-    with pytest.raises(ValueError, match="is no key"):
+    with pytest.raises(ValueError, match="is not a key: a public key has 64"):
         parse_key(text)
 
 
@@ -113,7 +113,7 @@ def test_a_key_is_said_in_several_spellings_and_in_no_shorter_one() -> None:
     public = KEYS[0].public
     assert matches_key(public, parse_key(fingerprint(public).replace(" ", ":")))
     assert not matches_key(public, parse_key(fingerprint(KEYS[1].public)))
-    with pytest.raises(ValueError, match="is no key"):
+    with pytest.raises(ValueError, match="is not a key: a public key has 64"):
         parse_key(fingerprint(public)[:-5])
 
 
@@ -256,7 +256,9 @@ def test_the_first_roster_is_pinned_and_another_one_is_refused_by_name(tmp_path:
     swapped = [MEMBERS[0], replace(MEMBERS[1], identity=KEYS[3].public), MEMBERS[2]]
     other = OwnersRoster.signed("heart study", swapped, OWNER)
     for take in (pinned.take, pinned.check, PinnedOwnersRoster.of_client(tmp_path, "run-1").take):
-        with pytest.raises(RosterError, match="not the one with which run-1 was begun") as error:
+        with pytest.raises(
+            RosterError, match="differs from the one with which run-1 was started"
+        ) as error:
             take(other)
         assert "client 1 (ward 1) has the identity" in str(error.value)
     # Another run may have another one.

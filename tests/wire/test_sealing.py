@@ -98,7 +98,10 @@ def test_what_was_cut_off_or_added_is_refused(message, data) -> None:
 def test_a_message_that_came_in_part_says_how_much_is_missing(cut) -> None:
     error = refused(sent(b"head")[:-cut])
     assert error.kind == "changed"
-    assert f"20 encrypted bytes were sent by client 0 (ward 0), and {20 - cut} came" in str(error)
+    assert (
+        f"20 encrypted bytes were sent by client 0 (ward 0), but {20 - cut} were received"
+        in str(error)
+    )
 
 
 @given(st.binary(max_size=400))

@@ -156,7 +156,7 @@ def test_a_client_s_own_error_names_client_and_round():
 
 
 def test_a_client_whose_loss_is_not_finite_is_refused_by_its_name_and_the_others_count_on():
-    with pytest.warns(UserWarning, match=r'client 2 \("2"\) is refused: its first loss'):
+    with pytest.warns(UserWarning, match=r'client 2 \("2"\) is rejected: its first loss'):
         run = train(FedAvg(clients=None, partition=NaturalKey()), task=fails_on(float("nan")))
     assert run.summary["facts"][0]["refused_clients"] == [[2, len(run.history.steps)]]
     assert all(math.isfinite(step.loss) for step in run.history.steps)

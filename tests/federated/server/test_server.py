@@ -17,10 +17,14 @@ def test_the_state_of_another_version_is_refused_in_a_line_that_names_it() -> No
         assert isinstance(server, FederatedServer)
         state = server.state()
         server.restore(server.weights(), state)
-        with pytest.raises(RunFolderError, match="state version 3, and this one reads version 2"):
+        with pytest.raises(
+            RunFolderError, match=r"state version 3\), and this one reads version 2"
+        ):
             server.restore(server.weights(), {**state, "version": 3})
         del state["version"]  # as the first one had none
-        with pytest.raises(RunFolderError, match="state version 1, and this one reads version 2"):
+        with pytest.raises(
+            RunFolderError, match=r"state version 1\), and this one reads version 2"
+        ):
             server.restore(server.weights(), state)
 
     dure.Simulated(engine="loop").run(program, lambda event: None)

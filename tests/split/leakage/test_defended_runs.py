@@ -189,8 +189,8 @@ def test_a_defended_run_that_was_interrupted_goes_on_with_the_same_bits(tmp_path
 @pytest.mark.parametrize(
     ("task", "cut", "defence", "why"),
     [
-        (small(), ("1",), "marvell:4", "labels themselves are sent to the server"),
-        (small(), ("1",), "isotropic:1", "labels themselves are sent to the server"),
+        (small(), ("1",), "marvell:4", "with one cut the labels are sent to the server"),
+        (small(), ("1",), "isotropic:1", "with one cut the labels are sent to the server"),
         (small(3), ("1", "2"), "marvell:4", "two classes"),
         (
             dataclasses.replace(

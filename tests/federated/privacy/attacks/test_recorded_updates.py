@@ -239,7 +239,7 @@ def test_what_cannot_be_kept_is_refused_before_any_work() -> None:
     with pytest.raises(ValueError, match="keep updates applies to clients"):
         dure.train(task, dure.Downpour(replicas=2), world, stop)
     liars = dure.Simulated(keep_updates=1, attack="label-flip", attackers=1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="spoilt"):
+    with pytest.raises(ValueError, match="label-flip replaces them by poisoned examples"):
         dure.train(task, dure.FedAvg(clients=2), liars, stop)
     with pytest.raises(ValueError, match="send only a part"):
         dure.train(task, dure.FedPer(clients=2), world, stop)
@@ -247,7 +247,7 @@ def test_what_cannot_be_kept_is_refused_before_any_work() -> None:
 
 def test_no_server_keeps_updates_beside_their_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "digits", "fed-avg", "--keep-updates", "3"]) == 2
-    assert "for simulations" in capsys.readouterr().err
+    assert "only simulations can (dure train), not a server" in capsys.readouterr().err
 
 
 def test_clients_whose_update_is_no_gradient_are_named() -> None:
