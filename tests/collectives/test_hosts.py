@@ -19,7 +19,7 @@ def test_ranks_are_grouped_by_their_hosts_number() -> None:
 def test_a_partition_has_every_rank_once_and_one_order() -> None:
     assert checked([[3, 1], [], [2, 0]], 4) == ((0, 2), (1, 3))
     for wrong in ([[0, 1]], [[0, 1], [1, 2]], [[0, 1, 2, 3]], []):
-        with pytest.raises(ValueError, match="each of the ranks 0 to 2 has one"):
+        with pytest.raises(ValueError, match="each of the ranks 0 to 2 needs exactly one"):
             checked(wrong, 3)
 
 

@@ -74,7 +74,7 @@ def test_who_is_refused_is_named() -> None:
     inputs[1] = math.nan
     keys = [WARDS[number % 3] for number in range(len(data))]
     broken = small_task(train=dure.Examples(inputs, data.targets, keys))
-    with pytest.warns(UserWarning, match=r'round 1: the update of client 1 \("9"\) is refused'):
+    with pytest.warns(UserWarning, match=r'round 1: the update of client 1 \("9"\) is rejected'):
         dure.train(
             broken, dure.FedAvg(clients=None, partition="natural-key"), stop=dure.Stop(rounds=1)
         )

@@ -153,5 +153,7 @@ def test_numbers_that_make_no_sense_are_refused(
 
 
 def test_an_epsilon_that_nobody_can_keep_is_refused() -> None:
-    with pytest.raises(ValueError, match="above 0 and finite"):
+    with pytest.raises(
+        ValueError, match=r"epsilon is 0\.0, but it has to be greater than 0 and finite"
+    ):
         noise_for(0.0, DELTA, 0.1, 10)

@@ -251,7 +251,7 @@ def test_a_client_refuses_another_roster_later_by_what_has_changed(tmp_path: Pat
     with site(tmp_path) as here:
         assert here.reasons(welcome(text)) == []
         (reason,) = here.reasons(welcome(other))
-        assert "differs from the one with which run-1 was begun: client 1 (ward 1) has" in reason
+        assert "differs from the one with which run-1 was started: client 1 (ward 1) has" in reason
         with pytest.raises(PolicyError, match="client 1"):
             here.enter(welcome(other))
     pinned = PinnedOwnersRoster.of_client(tmp_path / "a", "run-1")

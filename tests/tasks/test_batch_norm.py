@@ -153,7 +153,7 @@ def test_a_client_of_one_example_is_left_out_with_a_count_and_the_others_train()
         optimizer=partial(torch.optim.SGD, lr=0.1),
     )
     strategy = dure.FedAvg(clients=None, partition="natural-key")
-    with pytest.warns(UserWarning, match=r'client 0 \("lone"\) is refused: it has one example'):
+    with pytest.warns(UserWarning, match=r'client 0 \("lone"\) is rejected: it has one example'):
         run = dure.train(made, strategy, stop=dure.Stop(rounds=3))
     assert run.summary["facts"][0]["refused_clients"] == [[0, 3]]
     assert run.summary["samples"] == 3 * 12

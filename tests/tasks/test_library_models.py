@@ -106,9 +106,9 @@ def test_one_score_an_example_has_an_order_but_is_no_class_and_no_probability(sh
 @pytest.mark.parametrize(
     ("metric", "said"),
     [
-        (sk.silhouette_score, "'odd' failed: ValueError: silhouette_score compares no"),
-        (sk.confusion_matrix, r"'odd' gives an array of shape \[3, 3\]"),
-        (sk.precision_recall_fscore_support, r"'odd' gives \(an array"),
+        (sk.silhouette_score, "'odd' failed: ValueError: silhouette_score does not compare"),
+        (sk.confusion_matrix, r"'odd' returns an array of shape \[3, 3\]"),
+        (sk.precision_recall_fscore_support, r"'odd' returns \(an array"),
     ],
 )
 def test_what_is_no_metric_is_refused(metric, said):

@@ -212,7 +212,7 @@ def test_a_client_that_has_more_examples_by_now_may_send_an_update_of_as_many() 
             each.fold(replace(answer(asked), examples=51 + asked.client * 29, samples=100))
         result = each.finish(1.0)
         assert (result.clients, result.wrong) == ([1], [0])
-    with pytest.raises(ValueError, match="a client of 0 examples"):
+    with pytest.raises(ValueError, match="a client has 0 examples"):
         one.check_in(1, 2.0, 0)
 
 
@@ -292,8 +292,8 @@ def test_rounds_of_nothing_end_a_run_unless_it_is_patient(patient: bool) -> None
     for _ in range(MOST_EMPTY_MODELS + 1):
         in_vain()
     assert [text.split(" rounds")[0] for text in told] == [
-        f"in {MOST_EMPTY_MODELS}",
-        f"in {2 * MOST_EMPTY_MODELS}",
+        f"every update was rejected in {MOST_EMPTY_MODELS}",
+        f"every update was rejected in {2 * MOST_EMPTY_MODELS}",
     ]
 
 

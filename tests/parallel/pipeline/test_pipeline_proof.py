@@ -230,11 +230,11 @@ REFUSED: dict[Callable[[Any, Tensor], Any], str] = {
     by_a_hidden_state: "when a pass is repeated",
     by_the_first_pass: "such as on;",
     by_the_clock: "on time or on other draws",
-    by_an_old_weight: "in a later step of training the model gives another output",
-    by_what_evaluation_leaves: "in a later step of training the model gives another output",
-    not_where_it_is_compiled: "in training the model gives another output",
-    not_without_gradients: "in evaluation the model gives another output",
-    freezing: "in training the model gives another gradient of first.weight",
+    by_an_old_weight: "in a later step of training the model returns another output",
+    by_what_evaluation_leaves: "in a later step of training the model returns another output",
+    not_where_it_is_compiled: "in training the model returns another output",
+    not_without_gradients: "in evaluation the model returns another output",
+    freezing: "in training the model returns another gradient of first.weight",
 }
 
 

@@ -127,7 +127,7 @@ def test_health_needs_no_token_and_the_rest_needs_its_own(seen) -> None:
 def test_the_page_is_at_the_same_listener_by_the_same_token(seen) -> None:
     code, page = seen[1]["page"]
     assert code == 200
-    assert "Who is there" in page
+    assert "<h3>Clients</h3>" in page
     assert "c2" in page
     assert "is training" in page
     code, form = seen[1]["form"]
