@@ -286,7 +286,7 @@ def test_layers_of_fed_per_are_those_that_are_trained() -> None:
     run = train(head_alone, dure.FedPer(**SOME))
     assert bytes_of(run)[1] == (0, 0)
     assert set(run.history.evaluations[-1].metrics) > {"personal_loss", "client_loss"}
-    with pytest.raises(ValueError, match="of the model's 3 layers only 1 are trained"):
+    with pytest.raises(ValueError, match="only 1 of the model's 3 layers are trained"):
         train(head_alone, dure.FedPer(**SOME, personal_layers=2))
 
 

@@ -288,5 +288,5 @@ def test_conditions_of_clients_are_refused_by_name() -> None:
 
 
 def test_a_world_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"are 4 ranks .*, but the world has 3"):
+    with pytest.raises(ValueError, match=r"need 4 ranks including the leader, but the world has 3"):
         dure.train(small_task(), dure.ParameterServer(), dure.Processes(3), STOP)

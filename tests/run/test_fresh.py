@@ -192,7 +192,9 @@ def test_a_model_function_that_gives_the_same_model_again_is_refused_in_the_next
 
     stop = dure.Stop(steps=1)
     dure.train(task(around), dure.SingleWorker(), stop=stop)
-    with pytest.raises(ValueError, match=r"gives 0\.weight again.*copy\.deepcopy"):
+    with pytest.raises(
+        ValueError, match=r"returned the same 0\.weight that an earlier run.*copy\.deepcopy"
+    ):
         dure.train(task(around), dure.SingleWorker(), stop=stop)
     # A copy is fresh, and what is frozen may be shared.
     with_copy = task(

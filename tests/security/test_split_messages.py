@@ -441,7 +441,7 @@ def test_a_false_measurement_is_refused_and_training_goes_on(name: str, tmp_path
     assert found.refused.keys() == {0}, found.told
     assert found.measured[0] == {}
     assert found.measured[1]["test_accuracy"] > 0
-    assert any("client 0 does not measure the model" in text for text in found.told)
+    assert any("client 0 does not evaluate the model" in text for text in found.told)
 
 
 def test_whoever_is_not_asked_to_measure_does_not_end_the_measurement(tmp_path: Path) -> None:
@@ -482,8 +482,8 @@ def test_a_head_that_cannot_be_is_not_blamed_on_the_client_that_is_handed_it(
     assert found.refused == {}
     for number in (1, 2):
         assert any(
-            text.startswith(f"client {number} is left out of this round: the head that it was")
-            and "client 0 hands on a head" in text
+            text.startswith(f"client {number} is left out of this round: it rejects the head")
+            and "the head that it received: client 0 hands on a head" in text
             for text in found.told
         ), found.told
 

@@ -560,7 +560,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Strategy, str]] = {
     "end": (
         lambda: two_files("labels stay", make_end=wrong_width),
         dure.SplitLearning(clients=2, batch_size=SIZE),
-        r"end does not take what the tail gives, float64 \(B, 7\)",
+        r"end rejects what the tail gives, float64 \(B, 7\)",
     ),
     "examples": (
         lambda: two_files(make_head=Fails),
@@ -575,7 +575,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Strategy, str]] = {
     "a count": (
         lambda: two_files(make_head=Counts),
         dure.SplitLearning(clients=2, batch_size=SIZE),
-        "has to be the same for every batch",
+        "values that are not tensors have to be the same for every batch",
     ),
     "whole batches": (
         lambda: two_files(make_head=Ragged, make_tail=Spread),
@@ -595,7 +595,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Strategy, str]] = {
     "another's": (
         lambda: two_files(optimizer=elsewhere),
         dure.SplitLearning(clients=2, batch_size=SIZE),
-        "optimizer of the head has parameters that are not the head's",
+        "optimizer of the head has parameters that do not belong to the head",
     ),
     "all at once": (
         lambda: two_files(optimizer=torch.optim.LBFGS),  # type: ignore[arg-type]

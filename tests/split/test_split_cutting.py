@@ -121,7 +121,7 @@ def test_an_optimizer_that_looks_at_all_weights_is_refused() -> None:
 
 
 def test_conditions_that_its_clients_do_not_have_are_refused() -> None:
-    with pytest.raises(ValueError, match="without arrival: leave it out"):
+    with pytest.raises(ValueError, match="does not support arrival: leave it out"):
         train(task_of(), Split(), arrival="window:0.5")
 
 

@@ -314,7 +314,7 @@ def test_messages_that_are_not_due_are_refused_by_the_name_of_their_sender() -> 
         holder.receive("party 1", Activations(0, values, True), 0.0)
     with pytest.raises(ValueError, match="party 1 received gradients of step 1"):
         member.receive("server", ActivationGradients(0, values), 0.0)
-    with pytest.raises(ValueError, match="party 1 is told BeginStep by party 0"):
+    with pytest.raises(ValueError, match="party 1 cannot process a BeginStep from party 0"):
         member.receive("party 0", BeginStep(0), 0.0)
     with pytest.raises(ValueError, match="party 1 should start step 3"):
         member.receive("server", BeginStep(2), 0.0)
@@ -474,7 +474,10 @@ def tied_behind() -> nn.Module:
     [
         (Stacked, "Stacked cannot be divided by columns: use dure.VerticalModel"),
         (lambda: nn.Sequential(nn.Tanh(), nn.Linear(6, 3)), "Sequential cannot be divided"),
-        (lambda: Doubles(heads(), nn.Linear(4, 3), "sum", FEATURES[2]), "a forward of its own"),
+        (
+            lambda: Doubles(heads(), nn.Linear(4, 3), "sum", FEATURES[2]),
+            "Doubles has its own forward",
+        ),
         (tied, "a parameter is in two parts of the model"),
         (tied_behind, "is used again after it"),
         (hooked, "VerticalModel has hooks"),
@@ -486,7 +489,7 @@ def tied_behind() -> nn.Module:
             lambda: dure.VerticalModel(
                 [nn.Linear(3, 4), nn.LSTM(3, 4)], nn.Linear(8, 3), "concat", FEATURES[2]
             ),
-            "the head of party 1 gives tuple",
+            "the head of party 1 returns tuple",
         ),
         (
             lambda: dure.VerticalModel(heads(), nn.Linear(4, 3), "sum", [[0, 1, 2], [3, 4, 6]]),
@@ -511,7 +514,7 @@ def test_models_that_cannot_be_divided_are_refused(
     [
         ({"batch_size": 0}, "batch_size is 0"),
         ({"parties": 0}, "parties is 0"),
-        ({"parties": 3}, "parties is 3, but 2 have features"),
+        ({"parties": 3}, "parties is 3, but 2 parties have features"),
         ({"label_party": 2}, "label_party is 2, but there are 2 parties"),
         ({"features": ("0-2", "3-5")}, "features differ from those of the model's heads"),
         ({"features": ("0-2", "x")}, "features has 'x'"),

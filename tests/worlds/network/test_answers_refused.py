@@ -101,7 +101,7 @@ def test_an_update_that_is_to_stay_is_not_taken_bare_and_one_that_is_sent_not_as
     target: Target,
 ) -> None:
     status, why = said(target, "ready", {"ticket": TICKET})
-    assert (status, "are sent" in why) == (422, True)
+    assert (status, "send their updates" in why) == (422, True)
     holds(target)
     before = target.state()
     status, why = said(target, "uploads", UPDATE)

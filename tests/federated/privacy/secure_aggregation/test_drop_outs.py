@@ -63,7 +63,8 @@ def test_the_sum_is_exact_above_the_threshold_and_there_is_none_below(
     to_the_end = [when for when in last if when == NEVER]
     machine = server(of, signed=signed)
     if len(to_the_end) < of.least:
-        with pytest.raises(TooFewError, match=rf" of {len(of.members)} clients .* {of.least} have"):
+        said = rf" of {len(of.members)} clients .* {of.least} are needed"
+        with pytest.raises(TooFewError, match=said):
             run_all(machine, clients(of, signed=signed), lost_at(of, last))
         return
     summed, who = run_all(machine, clients(of, signed=signed), lost_at(of, last))
@@ -118,8 +119,8 @@ def test_too_few_clients_are_named_with_the_stage_and_what_to_do() -> None:
     with pytest.raises(TooFewClientsError) as raised:
         run_all(machine, clients(of), {MASK: of.members[:2]})
     assert str(raised.value) == (
-        'secure aggregation of round 3: 3 of 5 clients have answered at "masked input", and 4 have '
-        "to: wait longer for them, or ask more clients"
+        'secure aggregation of round 3: 3 of 5 clients have answered at "masked input", but 4 are '
+        "needed: wait longer for them, or select more clients"
     )
 
 

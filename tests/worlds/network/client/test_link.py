@@ -490,7 +490,7 @@ def test_a_certificate_for_another_name_is_not_trusted(tls, trusts) -> None:
         url = server.url.replace("127.0.0.1", "localhost")
         with (
             HttpLink(url, context=trusts) as link,
-            pytest.raises(NotTrustedError, match="a name that"),
+            pytest.raises(NotTrustedError, match="use a host name that is in the certificate"),
         ):
             ask(link)
 
@@ -586,7 +586,7 @@ def test_this_machine_and_what_is_excepted_are_reached_without_a_proxy(monkeypat
     "url", ["ftp://a", "server:80", "https://", "https://a?b=c", "https://me@a", "http://a:b"]
 )
 def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match=r"no URL|more than|Port"):
+    with pytest.raises(ValueError, match=r"not the URL of a server|more than|Port"):
         HttpLink(url)
 
 
