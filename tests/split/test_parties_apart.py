@@ -287,7 +287,7 @@ def with_nan(frame: Any) -> Any:
         (
             altered(Activations, lambda frame: Resume(1, 0)),
             PartyLostError,
-            "server cannot process a Resume from party 1",
+            "server cannot process Resume from party 1",
         ),
         (altered(Evaluated, shorter), PartyLostError, r"test data of shape \[9, 5\]"),
     ],

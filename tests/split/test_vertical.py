@@ -303,9 +303,9 @@ def test_messages_that_are_not_due_are_refused_by_the_name_of_their_sender() -> 
         (
             "party 2",
             Activations(0, values, True),
-            "server cannot process a Activations from party 2",
+            "server cannot process Activations from party 2",
         ),
-        ("party 1", BeginStep(0), "server cannot process a BeginStep from party 1"),
+        ("party 1", BeginStep(0), "server cannot process BeginStep from party 1"),
     ]:
         with pytest.raises(ValueError, match=said):
             holder.receive(sender, message, 0.0)
@@ -314,7 +314,7 @@ def test_messages_that_are_not_due_are_refused_by_the_name_of_their_sender() -> 
         holder.receive("party 1", Activations(0, values, True), 0.0)
     with pytest.raises(ValueError, match="party 1 received gradients of step 1"):
         member.receive("server", ActivationGradients(0, values), 0.0)
-    with pytest.raises(ValueError, match="party 1 cannot process a BeginStep from party 0"):
+    with pytest.raises(ValueError, match="party 1 cannot process BeginStep from party 0"):
         member.receive("party 0", BeginStep(0), 0.0)
     with pytest.raises(ValueError, match="party 1 should start step 3"):
         member.receive("server", BeginStep(2), 0.0)

@@ -144,7 +144,7 @@ class ShardServer:
         """Return the messages that answer a message. Raises ValueError for other message types."""
         receiver = self._receivers.get(type(message))
         if receiver is None:
-            raise ValueError(f"a server cannot process a {type(message).__name__}")
+            raise ValueError(f"a server cannot process {type(message).__name__}")
         return receiver(sender, message, now)
 
     @property

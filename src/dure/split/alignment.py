@@ -362,7 +362,7 @@ class AlignedParty(_Side):
         if sender == self.holder and isinstance(message, Common):
             self._place(message.places)
             return []
-        raise ValueError(f"{self.name} cannot process a {type(message).__name__} from {sender}")
+        raise ValueError(f"{self.name} cannot process {type(message).__name__} from {sender}")
 
     def _take(self, message: Blinded) -> list[Envelope]:
         self._theirs.take(message.first, message.total, message.points)
@@ -450,7 +450,7 @@ class AlignedHolder(_Side):
         Raises ValueError for an invalid message, and NobodyError if no id is known to all parties.
         """
         if sender not in self.parties or not isinstance(message, Blinded | DoubleBlinded):
-            raise ValueError(f"{self.name} cannot process a {type(message).__name__} from {sender}")
+            raise ValueError(f"{self.name} cannot process {type(message).__name__} from {sender}")
         if isinstance(message, Blinded):
             self._theirs[sender].take(message.first, message.total, message.points)
             # Raise the points at once, so that an error is attributed to this party.

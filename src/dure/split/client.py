@@ -170,7 +170,7 @@ class SplitClient:
         if isinstance(message, Pass):
             head = self.after(message.since).own
             return [(message.to, HeadHandover(message.turn, copied(head)))]
-        raise ValueError(f"{self.name} cannot process a {type(message).__name__} from {sender}")
+        raise ValueError(f"{self.name} cannot process {type(message).__name__} from {sender}")
 
     # A turn
 

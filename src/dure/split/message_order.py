@@ -96,7 +96,7 @@ class DueMessages:
     def check(self, sender: str, message: Message) -> None:
         """Raise ValueError for a message of a client's turn that is not due."""
         if not isinstance(message, FromClient):
-            raise ValueError(f"the server cannot process a {type(message).__name__} from {sender}")
+            raise ValueError(f"the server cannot process {type(message).__name__} from {sender}")
         due = self._due.get(sender)
         given = DueMessage(type(message), getattr(message, "step", -1))
         if due is None or due.kind is not given.kind or (due.kind is not Ended and due != given):

@@ -243,7 +243,7 @@ class TailServer:
             if self.keeps and sender not in self.order.turns:
                 self.keep()
             return [*said, *self._go_on(now)]
-        raise ValueError(f"the server cannot process a {type(message).__name__} from {sender}")
+        raise ValueError(f"the server cannot process {type(message).__name__} from {sender}")
 
     def awaited(self) -> list[str]:
         """Return the clients whose messages are awaited."""

@@ -466,9 +466,9 @@ def from_json(body: bytes | bytearray, kind: type[Body]) -> Body:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         refused = RangeError if _is_of(body, kind) else RequestError
-        raise refused(f"the body is not a {kind.__name__}: {error}") from error
+        raise refused(f"the body is not a valid {kind.__name__}: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not a {kind.__name__}: {error}") from error
+        raise RequestError(f"the body is not a valid {kind.__name__}: {error}") from error
 
 
 def _is_of(body: bytes | bytearray, kind: type[MessageBody]) -> bool:

@@ -76,9 +76,9 @@ def test_an_update_that_is_not_finite(served: Deployment) -> None:
         ({"samples": 11}, "11 samples, and of 5 examples 10 are asked for at most"),
         ({"samples": 2**53}, "are asked for at most"),
         ({"samples": 0}, "processed 0 samples"),
-        ({"samples": 2**70}, "not a UploadRequest"),
-        ({"samples": -1}, "not a UploadRequest"),
-        ({"examples": 2**70}, "not a UploadRequest"),
+        ({"samples": 2**70}, "not a valid UploadRequest"),
+        ({"samples": -1}, "not a valid UploadRequest"),
+        ({"examples": 2**70}, "not a valid UploadRequest"),
     ],
 )
 def test_an_update_of_more_than_was_asked_for_is_refused_and_changes_nothing(

@@ -250,7 +250,7 @@ class FederatedClients:
             case Refuse():
                 self.settle(UpdateOutcomes([], [message.ticket]))
             case _:
-                raise ValueError(f"clients cannot process a {type(message).__name__}")
+                raise ValueError(f"clients cannot process {type(message).__name__}")
         return None
 
     def join(self) -> JoinMessage:

@@ -119,7 +119,7 @@ class LabelHolder:
             LossNotFiniteError: the loss is not finite, or activations make gradients too large.
         """
         if sender not in self.parties or not isinstance(message, Activations):
-            raise ValueError(f"{self.name} cannot process a {type(message).__name__} from {sender}")
+            raise ValueError(f"{self.name} cannot process {type(message).__name__} from {sender}")
         examples = len(self.batches.at(self.done))
         if message.step != self.done or sender in self._came:
             raise ValueError(

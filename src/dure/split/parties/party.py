@@ -102,7 +102,7 @@ class Party:
             return self._forward(message, now)
         if sender == self.holder and isinstance(message, ActivationGradients):
             return self._backward(message, now)
-        raise ValueError(f"{self.name} cannot process a {type(message).__name__} from {sender}")
+        raise ValueError(f"{self.name} cannot process {type(message).__name__} from {sender}")
 
     def _forward(self, message: BeginStep, now: float) -> list[Envelope]:
         if message.number != self.done or self._sent is not None:

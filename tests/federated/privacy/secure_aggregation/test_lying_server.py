@@ -118,7 +118,7 @@ def test_no_series_of_requests_gets_both_shares_of_anybody(lists: list[list[int]
 def test_a_neighbour_cannot_be_named_both_alive_and_dead() -> None:
     _, members = at(UNMASK)
     both = msgspec.msgpack.encode(["Unmask", [10, 13, 16, 19, 22, 25], [13]])
-    refused(members[10], UNMASK, both, "is not a Unmask, which this stage requires")
+    refused(members[10], UNMASK, both, "is not a valid Unmask, which this stage requires")
     refused(members[10], UNMASK, to_body(Unmask((10, 13, 13, 16, 19, 22))), "twice, out of order")
     refused(members[10], UNMASK, to_body(Unmask((13, 10, 16, 19, 22))), "twice, out of order")
 

@@ -83,7 +83,7 @@ def trained(clients: int = 6, rounds: int = 3, **settings: Any) -> dure.Run:
     [
         (boxes, [0, 5, 5], "its shares do not open or fit its commitments, say 5 of the 6"),
         (pieces, [6, 5, 5], "its share of client 0's secret is not the one that client 0 has"),
-        (garbage, [5, 5, 5], "the message is not a Advertised"),
+        (garbage, [5, 5, 5], "the message is not a valid Advertised"),
     ],
 )
 def test_who_spoils_a_sum_is_not_in_the_next_one_and_is_named(

@@ -489,7 +489,7 @@ def test_an_update_is_kept_as_it_is_reserved_or_not_at_all(tmp_path: Path) -> No
         with pytest.raises(ValueError, match="these tensors have"):
             state.keep_update(reserve_of(1, 1), model_of(2))
         nan = msgspec.structs.replace(reserve_of(1, 1), loss=math.nan)
-        with pytest.raises(ValueError, match="the body is not a UploadRequest"):
+        with pytest.raises(ValueError, match="the body is not a valid UploadRequest"):
             state.keep_update(nan, model_of(1))
         assert state.updates() == []
         with pytest.raises(KeyError):

@@ -247,7 +247,7 @@ def from_body(body: bytes, kind: type[AnyBody]) -> AnyBody:
     else:
         return message
     # Outside the handler: msgspec's text may quote the message, and a cause would be printed too.
-    raise ProtocolError(f"the message is not a {kind.__name__}, which this stage requires")
+    raise ProtocolError(f"the message is not a valid {kind.__name__}, which this stage requires")
 
 
 @lru_cache
