@@ -76,7 +76,7 @@ def test_any_bytes_are_a_message_or_a_protocol_error(body: bytes, kind: type[Bod
     if error is None:
         assert isinstance(message, kind)
         return
-    assert str(error) == f"the message is not a {kind.__name__}, which this stage requires"
+    assert str(error) == f"the message is not a valid {kind.__name__}, which this stage requires"
     assert error.__cause__ is None
     assert error.__context__ is None
 
