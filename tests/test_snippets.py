@@ -52,16 +52,22 @@ def look_at_printed(program: Program, said: str) -> None:
 
 
 def run_on_ranks(program: Program) -> None:
-    """As torchrun does it, in processes that have loaded torch already."""
-    with socket.socket() as free:
+    """As torchrun does it, in processes that have loaded torch already.
+
+    NEXT_PORT is for a program that initialises a second time: at the port of the first time, a rank
+    that is early would find the store that the leader is about to close.
+    """
+    with socket.socket() as free, socket.socket() as later:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        later.bind(("127.0.0.1", 0))
+        port, next_port = free.getsockname()[1], later.getsockname()[1]
 
     def rank(context: RankContext) -> None:
         group = context.group
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ["NEXT_PORT"] = str(next_port)
         os.environ |= {"RANK": str(group.rank), "WORLD_SIZE": str(group.size)}
         os.environ |= {"LOCAL_RANK": str(group.rank), "LOCAL_WORLD_SIZE": str(group.size)}
         run_here(Path(program.name))
