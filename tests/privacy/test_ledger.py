@@ -98,6 +98,7 @@ LINE = {"number": 1, "rate": 0.5, "noise": 1.0, "times": 1}
                 *[("noise", value) for value in (-1, 10**400, [])],
                 *[("times", value) for value in (-1, 10**30, 1.5)],
                 *[("number", value) for value in (-1, 10**400, "1")],
+                ("checksul", "00000000"),
             ]
         ),
     ],

@@ -136,8 +136,11 @@ class Ledger:
         self._charged.update([one.number for one in entries])
 
 
-class _Line(msgspec.Struct):
-    """Line of the file for a round; the bounds exclude impossible charges."""
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    """Line of the file for a round; the bounds exclude impossible charges.
+
+    A misspelled `checksum` is an unknown field, and not a line without a checksum.
+    """
 
     number: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
     rate: Annotated[float, msgspec.Meta(ge=0, le=1)]

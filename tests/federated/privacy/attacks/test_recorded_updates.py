@@ -143,6 +143,14 @@ def test_a_recording_with_a_byte_changed_is_named(
             read_updates(run)
 
 
+def test_a_name_with_a_byte_changed_is_no_older_recording(kept: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(kept, tmp_path / "run"))
+    file = min((run / "updates").glob("update-*.json"))
+    file.write_bytes(file.read_bytes().replace(b'"checksum"', b'"checksul"'))
+    with pytest.raises(RunFolderError, match=file.name):
+        read_updates(run)
+
+
 def test_so_many_rounds_are_kept_and_none_unless_asked(tmp_path: Path) -> None:
     recorded(tmp_path / "two", dure.FedAvg(clients=2), rounds=3, keep=2)
     assert {one.about.round for one in read_updates(tmp_path / "two")} == {0, 1}

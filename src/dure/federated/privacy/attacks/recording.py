@@ -37,7 +37,7 @@ MOST_BYTES = 2**30
 """Largest number of bytes of tensors to record in a run; later updates are not recorded."""
 
 
-class UpdateMetadata(msgspec.Struct, frozen=True):
+class UpdateMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The server's knowledge of an update besides its tensors.
 
     Args:
@@ -63,6 +63,7 @@ class UpdateMetadata(msgspec.Struct, frozen=True):
     """SHA-256 of the other files of the update, by name."""
     checksum: str | None = None
     """CRC-32 of all other fields. Recordings of dure up to 0.1 have neither `files` nor a checksum.
+    A misspelled `checksum` is an unknown field, and not an old recording.
     """
 
     def sealed(self) -> UpdateMetadata:
