@@ -11,15 +11,31 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+
+# which torch's wrappers import on their first use: here, so that the fork server does it for all
+# ranks
+import torch._dynamo
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
 from harness import need
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
 from dure.contracts.strategy import RankContext
+from dure.worlds.processes.fork_server import server
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+server.preload(
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+)
 
 Results = list[Tensor]
 Program = Callable[[], Results]
