@@ -27,7 +27,7 @@ MAKEFLAGS += --jobs=2
 pytest: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check proofs pytest install install-test browser iproute2 lint types docs format clean
+.PHONY: help run test check proofs pytest compiled install install-test browser iproute2 lint types docs format clean
 
 help:
 	@echo "make run     install dure into .venv and compare a system of every family on the built-in digits"
@@ -56,10 +56,14 @@ check: lint types
 	@echo "quick tests"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(QUICK)
 
-pytest: | lint browser iproute2
+pytest: | lint browser iproute2 compiled
 	@echo "documentation and tests"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	  --max-worker-restart 0 --keep-durations -m "not proof"
+
+# All workers of the tests read all test files: they find them compiled, and not each compiles all by itself.
+compiled: install-test
+	@$(BIN)/python -m pytest --collect-only -qq -m "not proof" >/dev/null || true
 
 proofs: export OMP_WAIT_POLICY ?= PASSIVE
 proofs: install-test browser iproute2
