@@ -114,7 +114,7 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 
 $(VENV)/.installed: pyproject.toml $(CORE) $(VENV)/.torch
 	@echo "installing dure and what else it needs"
-	@$(INSTALL) --no-build-isolation --editable '.[report]'
+	@$(INSTALL) --no-build-isolation --editable '.[report,deploy,privacy]'
 	@touch $@
 
 # It is dure with all that `run` needs, and more: what was compiled here need not be compiled again.
