@@ -24,7 +24,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+KOREAN_PAGES = [ROOT / "README.ko.md", *sorted(DOCS.glob("*.ko.md"))]
+"""Their code is that of the English pages (tests/test_korean_pages.py), and is not run again."""
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted(DOCS.glob("*.md")) if page not in KOREAN_PAGES),
+]
+"""Pages in English, whose code is run."""
 PYTHON = ("python", "py")
 SHELL = ("sh", "")
 BLOCK = re.compile(r"((?:^<!--(?:(?!-->).)*-->\n)*)^```(\w*)\n(.*?)^```$", re.M | re.S)

@@ -29,11 +29,11 @@ from dure.fleet.attacks import ATTACKS
 from dure.fleet.availability import AVAILABILITIES
 from dure.fleet.devices import DEVICES
 from dure.split.leakage import DEFENCES
+from page_blocks import PAGES
 from scripts import run_here
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LOADED_FROM_ELSEWHERE = re.compile(
     r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//|<link[^>]+href="?(?:https?:)?//'
@@ -135,7 +135,7 @@ def test_every_error_is_explained() -> None:
     assert [name for name in names if name.endswith("Error") and f"`{name}`" not in text] == []
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_on_a_page_name_what_there_is(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,7 +212,7 @@ def compared(task: Any, entries: Sequence[Any], **how: Any) -> None:
     raise Asked
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_on_a_page_begin_to_train(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,9 +242,7 @@ def write_files_of(page: Path) -> None:
 
 BENCHMARK = re.compile(r"(?:^|`)python (benchmarks/\w+\.py[^`\n]*)", re.MULTILINE)
 COMMANDS_OF_BENCHMARKS = [
-    (page.name, command)
-    for page in [ROOT / "README.md", *PAGES]
-    for command in BENCHMARK.findall(page.read_text())
+    (page.name, command) for page in PAGES for command in BENCHMARK.findall(page.read_text())
 ]
 
 

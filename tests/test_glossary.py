@@ -13,17 +13,20 @@ import pytest
 from dure import catalog
 from dure.federated import aggregate
 
-PAGE = Path(__file__).parents[1] / "docs" / "glossary.md"
-HEAD = "| word | 한국어 | in dure | |"
+DOCS = Path(__file__).parents[1] / "docs"
+HEADS = {
+    "glossary.md": "| word | 한국어 | in dure | |",
+    "glossary.ko.md": "| 한국어 | English | dure에서 | 설명 |",
+}
 
 
-def rows() -> list[list[str]]:
-    """The cells of all its tables."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+def rows(page: str = "glossary.md") -> list[list[str]]:
+    """The cells of all tables of the glossary in English or in Korean."""
+    lines = [line for line in (DOCS / page).read_text().splitlines() if line.startswith("| ")]
     return [
         [cell.strip() for cell in line.strip("|").split(" | ")]
         for line in lines
-        if line != HEAD and not line.startswith("| ---")
+        if line != HEADS[page] and not line.startswith("| ---")
     ]
 
 
@@ -73,3 +76,27 @@ def test_every_row_is_in_both_languages_and_has_a_name_in_dure() -> None:
     for row in rows():
         assert re.search("[가-힣]", row[1]), row
         assert words(row[2]), row
+
+
+def test_the_korean_glossary_has_the_same_terms_and_explains_each_in_korean() -> None:
+    korean = rows("glossary.ko.md")
+    assert [[row[1], row[0], row[2]] for row in korean] == [row[:3] for row in rows()]
+    assert [row for row in korean if not re.search("[가-힣]", row[3])] == []
+
+
+@pytest.mark.parametrize(
+    ("term", "name"),
+    [
+        ("sub-minibatch", "dure.Pipeline.microbatches"),
+        ("label leakage", "dure.split.leakage.labels"),
+        ("one-shot all-reduce", "dure.collectives.algorithms.one_shot"),
+        ("multipliers", "dure.ADMM.duals"),
+        ("classic parallel SGD", "data-parallel"),
+        ("GIL", "dure.Threads"),
+        ("on-device", "dure.Client"),
+    ],
+)
+def test_a_term_of_lectures_leads_to_its_name_in_dure(term: str, name: str) -> None:
+    found = [row for row in rows() if term in row[0]]
+    assert len(found) == 1
+    assert name in words(found[0][2])
