@@ -4,7 +4,7 @@ The task is the built-in digits with the MLP of 55,210 parameters, at one rate f
 step of every system takes 32 examples, whether workers make it together or each client makes its
 own. All systems make the same number of passes. Accuracies are means over seeds. The parts:
 
-    side by side    four workers or clients, 20 passes: accuracy, bytes, steps, time
+    side by side    four workers or clients, 20 passes: accuracy, bytes, steps, virtual time
     skew            ten clients by how their data differ, beside two references: a model of all data
                     pooled, and each client alone
     clients         the same data over 4 to 1,000 clients, what sending the data themselves would
@@ -135,7 +135,6 @@ class Bench:
             "unit": summary["unit"],
             "epochs": summary["epochs"],
             "bytes_a_worker": summary["bytes_sent_per_worker"],
-            "seconds": summary["seconds"],
             "virtual_seconds": summary["numbers"].get("virtual_seconds"),
             "epsilon": summary["numbers"].get("epsilon"),
             "distance_correlation": summary["numbers"].get("distance_correlation"),
@@ -186,7 +185,6 @@ MEANS = (
     "worst_tenth",
     "personal_accuracy",
     "bytes_a_worker",
-    "seconds",
     "virtual_seconds",
     "rounds",
     "epochs",
@@ -479,7 +477,6 @@ def families_table(rows: Sequence[ROW]) -> str:
         "sent a worker",
         f"passes until {GOAL:.0%}",
         "sent until then",
-        "time here",
         "virtual time",
     ]
     body = []
@@ -497,7 +494,6 @@ def families_table(rows: Sequence[ROW]) -> str:
                 size(row["bytes_a_worker"]),
                 "never" if goal is None else f"{goal['epoch']:.0f}",
                 "" if goal is None else size(goal["bytes"]),
-                f"{row['seconds']:.2f} s" if row["virtual_seconds"] is None else "",
                 virtual(row),
             ]
         )
