@@ -22,7 +22,7 @@ from dure.run.registry import strategy_class
 from dure.tasks.builtin import load_task
 from small import small_task
 
-EXAMPLES = 64
+EXAMPLES = 160
 TASK = f"""
 import torch
 
@@ -87,7 +87,7 @@ def test_every_default_system_makes_equal_steps_and_sees_the_data_as_often(
         assert batch == (30 if name == "byzantine" else STEP), config["label"]
         assert summary["epochs"] == 20, config["label"]
         held_out = config["strategy"].get("held_out", 0.0)
-        # A client of 6 or 7 examples holds out one.
+        # A client of 16 examples holds out three.
         seen = summary["samples"] / 20
         assert seen == EXAMPLES if not held_out else 0.75 * EXAMPLES < seen < 0.9 * EXAMPLES
         if summary["unit"] == "step":
