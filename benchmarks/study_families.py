@@ -294,13 +294,13 @@ def sizes(bench: Bench) -> list[ROW]:
     # Their link is the server's too: with many clients it is what they wait for.
     narrow = dure.Simulated(server_mbit=SERVER_MBIT, energy=ENERGY)  # type: ignore[arg-type]
     for clients in SIZES:
-        batch = min(STEP, max(1, examples // clients))
-        federated = dure.FedAvg(clients=clients, batch_size=batch)
+        # A client with fewer examples makes steps on all of them.
+        federated = dure.FedAvg(clients=clients, batch_size=STEP)
         row = bench.over_seeds(f"{clients} clients", federated, narrow, rounds(PASSES))
         wide = bench.once(federated, dure.Simulated(), rounds(1))
         alone = None
         if clients <= ALONE:
-            strategy = dure.LocalOnly(clients=clients, batch_size=batch)
+            strategy = dure.LocalOnly(clients=clients, batch_size=STEP)
             alone = bench.over_seeds(f"{clients} alone", strategy, dure.Simulated(), rounds(PASSES))
         found.append(
             {
@@ -382,8 +382,7 @@ def privacy(bench: Bench) -> list[ROW]:
     """What protections cost, and what others see."""
 
     def guarded(privacy: str, clients: int = CLIENTS) -> Strategy:
-        batch = min(STEP, len(bench.task.train) // clients)
-        return dure.FedAvg(clients=clients, batch_size=batch, privacy=privacy)  # type: ignore[arg-type]
+        return dure.FedAvg(clients=clients, batch_size=STEP, privacy=privacy)  # type: ignore[arg-type]
 
     own: dict[str, Any] = {"clients": CLIENTS, "batch_size": STEP}
     systems: dict[str, Strategy] = {
