@@ -1,8 +1,10 @@
 """Federated against distributed: every family's representative on one task, point by point.
 
-The task is the built-in digits with the MLP of 55,210 parameters, at one rate for all. The parts:
+The task is the built-in digits with the MLP of 55,210 parameters, at one rate for all. An optimizer
+step of every system takes 32 examples, whether workers make it together or each client makes its
+own. All systems make the same number of passes. Accuracies are means over seeds. The parts:
 
-    side by side    four workers or clients, 20 passes: accuracy, bytes, rounds, time
+    side by side    four workers or clients, 20 passes: accuracy, bytes, steps, virtual time
     skew            ten clients by how their data differ, beside two references: a model of all data
                     pooled, and each client alone
     clients         the same data over 4 to 1,000 clients, what sending the data themselves would
@@ -18,18 +20,19 @@ Mbit/s down and 2 up. What a system refuses is part of the result, in its own wo
     python benchmarks/study_families.py --figures docs/images --page docs/study-families.md \\
         --result benchmarks/results/study_families.json
 
-It needs no data, and takes a few minutes on two cores. Progress goes to standard error, the result
-as JSON to standard output.
+It needs no data, and takes about ten minutes on two cores. Progress goes to standard error, the
+result as JSON to standard output.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -48,6 +51,11 @@ TEAM = 4
 """Workers or clients side by side: as many processes as two cores still carry."""
 CLIENTS = 10
 PASSES = 20
+STEP = 32
+"""Examples of an optimizer step."""
+PERIOD = 20
+"""Steps between averages of local SGD: they divide the steps of all passes."""
+ATTACK = "sign-flip:3"
 GOAL = 0.9
 LAST = 1_000_000
 """Between evaluations: only what a run ends with is measured."""
@@ -118,7 +126,6 @@ class Bench:
             }
             for point in run.history.evaluations
         ]
-        reached = next((one for one in curve if (one["accuracy"] or 0) >= GOAL), None)
         return {
             "accuracy": summary["test_accuracy"],
             "client_accuracy": summary.get("client_accuracy"),
@@ -126,48 +133,72 @@ class Bench:
             "personal_accuracy": summary.get("personal_accuracy"),
             "rounds": summary["steps"],
             "unit": summary["unit"],
+            "epochs": summary["epochs"],
             "bytes_a_worker": summary["bytes_sent_per_worker"],
-            "seconds": summary["seconds"],
             "virtual_seconds": summary["numbers"].get("virtual_seconds"),
             "epsilon": summary["numbers"].get("epsilon"),
             "distance_correlation": summary["numbers"].get("distance_correlation"),
-            "until_goal": reached,
             "curve": curve,
             "exposure": exposure(summary.get("facts")),
             "cost": ((summary.get("facts") or [None])[0] or {}).get("cost"),
         }
 
-    def row(self, name: str, strategy: Strategy, world: World | None, stop: dure.Stop) -> ROW:
-        """One run, or in its place what refuses it."""
+    def over_seeds(
+        self,
+        name: str,
+        strategy: Strategy,
+        world: World | None,
+        stop: dure.Stop,
+        every: int | None = LAST,
+    ) -> ROW:
+        """The means of a run under each seed; or what refuses it, or that it diverges."""
+        row: ROW = {"system": name, "batch": examples_of_step(self.task, strategy, world)}
         try:
-            found = self.once(strategy, world, stop)
-        except (ValueError, dure.errors.DureError) as error:
-            found = {"refused": str(error).splitlines()[0]}
-        show(f"{name}: {found.get('accuracy', found.get('refused'))}")
-        return {"system": name, **found}
-
-    def over_seeds(self, name: str, strategy: Strategy, world: World, stop: dure.Stop) -> ROW:
-        """The means of a run under each seed, or what refuses it."""
-        try:
-            found = [self.once(strategy, world, stop, seed, LAST) for seed in self.seeds]
+            found = [self.once(strategy, world, stop, seed, every) for seed in self.seeds]
         except (ValueError, dure.errors.DureError) as error:
             show(f"{name}: {error}")
-            return {"system": name, "refused": str(error).splitlines()[0]}
-        row: ROW = {"system": name}
-        for key in (
-            "accuracy",
-            "client_accuracy",
-            "worst_tenth",
-            "personal_accuracy",
-            "bytes_a_worker",
-            "virtual_seconds",
-            "rounds",
-        ):
+            # A run that began and failed: none of its updates is finite.
+            key = "refused" if isinstance(error, ValueError) else "diverges"
+            return {**row, key: str(error).splitlines()[0]}
+        for key in MEANS:
             values = [one[key] for one in found if one[key] is not None]
             row[key] = mean(values) if values else None
-        row["cost"] = found[0]["cost"]
+        accuracies = [one["accuracy"] for one in found]
+        row["accuracies"] = accuracies
+        row["deviation"] = stdev(accuracies) if len(accuracies) > 1 else None
+        for key in ("cost", "exposure", "unit"):
+            row[key] = found[0][key]
+        row["curve"] = [
+            {**points[0], "accuracy": mean(point["accuracy"] for point in points)}
+            for points in zip(*(one["curve"] for one in found), strict=True)
+        ]
+        # A single evaluation, at the end, is no curve.
+        reached = (one for one in row["curve"] if every != LAST and one["accuracy"] >= GOAL)
+        row["until_goal"] = next(reached, None)
         show(f"{name}: {row['accuracy']:.4f}")
         return row
+
+
+MEANS = (
+    "accuracy",
+    "client_accuracy",
+    "worst_tenth",
+    "personal_accuracy",
+    "bytes_a_worker",
+    "virtual_seconds",
+    "rounds",
+    "epochs",
+    "epsilon",
+    "distance_correlation",
+)
+"""Numbers of a run of which the rows have the mean over seeds."""
+
+
+def examples_of_step(task: dure.Task, strategy: Strategy, world: World | None) -> float | None:
+    """Examples of an optimizer step, joint or separate; None is all data."""
+    batches = strategy.batches_of_step(task, None if world is None else world.workers)
+    size = strategy.batch_size
+    return None if size is None or batches is None else float(size * batches)
 
 
 def exposure(facts: Any) -> list[tuple[str, str]]:
@@ -180,45 +211,69 @@ def side_by_side(bench: Bench) -> list[ROW]:
     """Each family's representative at four workers or clients."""
     simulated = dure.Simulated()
     ranks = dure.Processes(TEAM)
-    # 16 examples a client and round: the joint batch is that of the others.
-    byzantine = dure.ByzantineGD(clients=TEAM, groups=TEAM, local_steps=1, batch_size=16)
-    asked: list[tuple[str, str, Strategy, World | None]] = [
-        ("single worker", "nothing", dure.SingleWorker(), None),
-        ("data parallel", "gradients, every step", dure.DataParallel(all_reduce="ring"), ranks),
-        ("local SGD", "weights, every 16 steps", dure.LocalSGD(period=16), ranks),
+    # Each client brings its share of a joint step.
+    byzantine = dure.ByzantineGD(clients=TEAM, groups=TEAM, batch_size=STEP // TEAM)
+    own: dict[str, Any] = {"clients": TEAM, "batch_size": STEP}
+    asked: list[tuple[str, str, int, Strategy, World | None]] = [
+        ("single worker", "nothing", 1, dure.SingleWorker(batch_size=STEP), None),
+        (
+            "data parallel",
+            "gradients, every step",
+            1,
+            dure.DataParallel(batch_size=STEP, all_reduce="ring"),
+            ranks,
+        ),
+        (
+            "local SGD",
+            f"weights, every {PERIOD} steps",
+            TEAM,
+            dure.LocalSGD(batch_size=STEP * TEAM, period=PERIOD),
+            ranks,
+        ),
         (
             "parameter server",
             "gradients up, weights down, every step",
-            dure.ParameterServer(workers=TEAM),
+            1,
+            dure.ParameterServer(workers=TEAM, batch_size=STEP),
             simulated,
         ),
-        ("FedAvg", "weights both ways, every pass", dure.FedAvg(clients=TEAM), simulated),
-        ("FedAsync", "the same, without rounds", dure.FedAsync(clients=TEAM), simulated),
-        ("Byzantine GD", "gradients up, weights down, every step", byzantine, simulated),
+        ("FedAvg", "weights both ways, every pass", TEAM, dure.FedAvg(**own), simulated),
+        ("FedAsync", "the same, without rounds", TEAM, dure.FedAsync(**own), simulated),
+        ("Byzantine GD", "gradients up, weights down, every step", 1, byzantine, simulated),
         (
             "split learning",
             "activations, their gradients, heads",
-            dure.SplitLearning(clients=TEAM),
+            TEAM,
+            dure.SplitLearning(**own),
             simulated,
         ),
         (
-            "local only",
+            "local only, mean of the models",
             "nothing",
-            dure.LocalOnly(clients=TEAM),
+            TEAM,
+            dure.LocalOnly(**own, held_out=0.0),
             simulated,
         ),
     ]
-    return [
-        {**bench.row(name, strategy, world, passes(PASSES)), "travels": travels}
-        for name, travels, strategy, world in asked
-    ]
+    found = []
+    for name, travels, apart, strategy, world in asked:
+        # Byzantine GD's round is a step, and its default an evaluation after each.
+        every = math.ceil(len(bench.task.train) / STEP) if strategy is byzantine else None
+        row = bench.over_seeds(name, strategy, world, passes(PASSES), every)
+        steps = math.ceil(len(bench.task.train) / apart / STEP) * PASSES
+        # Clients of split learning train in turn, all with the server's part of the model.
+        if isinstance(strategy, dure.SplitLearning):
+            apart, steps = 1, steps * apart
+        found.append({**row, "travels": travels, "steps": steps, "separate": apart})
+    return found
 
 
 def skew(bench: Bench) -> list[ROW]:
     """By how clients' data differ: a federation, without rounds too, and each client alone."""
     found = []
     for title, partition in SKEWS.items():
-        shared: dict[str, Any] = {"clients": CLIENTS, "partition": partition, "held_out": 0.2}
+        shared: dict[str, Any] = {"clients": CLIENTS, "batch_size": STEP, "held_out": 0.2}
+        shared["partition"] = partition
         systems: dict[str, Strategy] = {
             "FedAvg": dure.FedAvg(**shared),
             "FedAsync": dure.FedAsync(**shared),
@@ -239,13 +294,13 @@ def sizes(bench: Bench) -> list[ROW]:
     # Their link is the server's too: with many clients it is what they wait for.
     narrow = dure.Simulated(server_mbit=SERVER_MBIT, energy=ENERGY)  # type: ignore[arg-type]
     for clients in SIZES:
-        batch = min(10, max(1, examples // clients))
-        federated = dure.FedAvg(clients=clients, batch_size=batch)
+        # A client with fewer examples makes steps on all of them.
+        federated = dure.FedAvg(clients=clients, batch_size=STEP)
         row = bench.over_seeds(f"{clients} clients", federated, narrow, rounds(PASSES))
         wide = bench.once(federated, dure.Simulated(), rounds(1))
         alone = None
         if clients <= ALONE:
-            strategy = dure.LocalOnly(clients=clients, batch_size=batch)
+            strategy = dure.LocalOnly(clients=clients, batch_size=STEP)
             alone = bench.over_seeds(f"{clients} alone", strategy, dure.Simulated(), rounds(PASSES))
         found.append(
             {
@@ -268,12 +323,15 @@ def reliability(bench: Bench) -> list[ROW]:
         "a fifth 10 times slower": {"devices": "stragglers:0.2:10"},
         "away half of the time": {"availability": "probability:0.5:60"},
     }
+    own: dict[str, Any] = {"clients": CLIENTS, "batch_size": STEP}
     systems: dict[str, Strategy] = {
-        "parameter server, synchronous": dure.ParameterServer(workers=CLIENTS),
-        "parameter server, any staleness": dure.ParameterServer(workers=CLIENTS, staleness=None),
-        "FedAvg": dure.FedAvg(clients=CLIENTS),
-        "FedAvg, half a round": dure.FedAvg(clients=CLIENTS, fraction=0.5),
-        "FedAsync": dure.FedAsync(clients=CLIENTS),
+        "parameter server, synchronous": dure.ParameterServer(workers=CLIENTS, batch_size=STEP),
+        "parameter server, any staleness": dure.ParameterServer(
+            workers=CLIENTS, batch_size=STEP, staleness=None
+        ),
+        "FedAvg": dure.FedAvg(**own),
+        "FedAvg, half a round": dure.FedAvg(**own, fraction=0.5),
+        "FedAsync": dure.FedAsync(**own),
     }
     return [
         {
@@ -290,31 +348,32 @@ def reliability(bench: Bench) -> list[ROW]:
 
 def liars(bench: Bench) -> list[ROW]:
     """Accuracy by how many lie and by who believes them."""
-    steps: dict[str, Any] = {"local_steps": 1, "batch_size": 16}
-    systems: dict[str, tuple[Strategy, dure.Stop]] = {
-        "FedAvg, mean": (dure.FedAvg(clients=CLIENTS), rounds(PASSES)),
-        "FedAvg, median": (dure.FedAvg(clients=CLIENTS, aggregate="median"), rounds(PASSES)),  # type: ignore[arg-type]
-        "FedAvg, Krum": (dure.FedAvg(clients=CLIENTS, aggregate="krum:3"), rounds(PASSES)),  # type: ignore[arg-type]
-        "Byzantine GD": (
-            dure.ByzantineGD(clients=CLIENTS, groups=CLIENTS, **steps),
-            passes(PASSES),
-        ),
-        "parameter server": (dure.ParameterServer(workers=CLIENTS), passes(PASSES)),
-        "split learning": (dure.SplitLearning(clients=CLIENTS), passes(5)),
+    own: dict[str, Any] = {"clients": CLIENTS, "batch_size": STEP}
+    # Each client brings its share of a joint step: 3 examples, 30 together.
+    byzantine = dure.ByzantineGD(clients=CLIENTS, groups=CLIENTS, batch_size=STEP // CLIENTS)
+    systems: dict[str, Strategy] = {
+        "FedAvg, mean": dure.FedAvg(**own),
+        "FedAvg, median": dure.FedAvg(**own, aggregate="median"),  # type: ignore[arg-type]
+        "FedAvg, Krum": dure.FedAvg(**own, aggregate="krum:3"),  # type: ignore[arg-type]
+        "Byzantine GD": byzantine,
+        "parameter server": dure.ParameterServer(workers=CLIENTS, batch_size=STEP),
+        "split learning": dure.SplitLearning(**own),
     }
     attacks: dict[str, Mapping[str, Any]] = {
         "none": {},
-        "2 flip signs": {"attack": "sign-flip:10", "attackers": 2},
-        "3 flip signs": {"attack": "sign-flip:10", "attackers": 3},
+        "2 flip signs": {"attack": ATTACK, "attackers": 2},
+        "3 flip signs": {"attack": ATTACK, "attackers": 3},
         "3 flip labels": {"attack": "label-flip", "attackers": 3},
     }
     return [
         {
-            **bench.over_seeds(f"{name}, {title}", strategy, dure.Simulated(**attack), stop),
+            **bench.over_seeds(
+                f"{name}, {title}", strategy, dure.Simulated(**attack), passes(PASSES)
+            ),
             "system": name,
             "attack": title,
         }
-        for name, (strategy, stop) in systems.items()
+        for name, strategy in systems.items()
         for title, attack in attacks.items()
     ]
 
@@ -323,17 +382,18 @@ def privacy(bench: Bench) -> list[ROW]:
     """What protections cost, and what others see."""
 
     def guarded(privacy: str, clients: int = CLIENTS) -> Strategy:
-        return dure.FedAvg(clients=clients, privacy=privacy)  # type: ignore[arg-type]
+        return dure.FedAvg(clients=clients, batch_size=STEP, privacy=privacy)  # type: ignore[arg-type]
 
+    own: dict[str, Any] = {"clients": CLIENTS, "batch_size": STEP}
     systems: dict[str, Strategy] = {
-        "FedAvg": dure.FedAvg(clients=CLIENTS),
+        "FedAvg": dure.FedAvg(**own),
         "FedAvg, secure aggregation": guarded("secure-aggregation"),
         "FedAvg, DP of examples": guarded("dp-sgd:1:1.1"),
         "FedAvg, DP of 100 clients": guarded("user-level:1:0.5", 100),
-        "split learning": dure.SplitLearning(clients=CLIENTS, measure_leaks=True),
+        "split learning": dure.SplitLearning(**own, measure_leaks=True),
     }
     return [
-        bench.row(name, strategy, dure.Simulated(), rounds(PASSES))
+        bench.over_seeds(name, strategy, dure.Simulated(), rounds(PASSES))
         for name, strategy in systems.items()
     ]
 
@@ -409,27 +469,30 @@ def families_table(rows: Sequence[ROW]) -> str:
     head = [
         "system",
         "messages",
+        "batch of a step",
+        "steps",
+        "passes",
         "accuracy",
         "sent a worker",
-        "sent a worker and pass",
         f"passes until {GOAL:.0%}",
         "sent until then",
-        "time here",
         "virtual time",
     ]
     body = []
     for row in rows:
         goal = row["until_goal"]
+        spread = "" if row["deviation"] is None else f" ± {100 * row['deviation']:.1f}"
         body.append(
             [
                 row["system"],
                 row["travels"],
-                share(row["accuracy"]),
+                f"{row['batch']:g}",
+                f"{row['steps']:,}" + (f" of each of {TEAM}" if row["separate"] > 1 else ""),
+                f"{row['epochs']:.1f}",
+                f"{100 * row['accuracy']:.1f}{spread} %",
                 size(row["bytes_a_worker"]),
-                size(row["bytes_a_worker"] / PASSES),
                 "never" if goal is None else f"{goal['epoch']:.0f}",
                 "" if goal is None else size(goal["bytes"]),
-                f"{row['seconds']:.2f} s" if row["virtual_seconds"] is None else "",
                 virtual(row),
             ]
         )
@@ -494,7 +557,8 @@ def crossed(
             row = next(one for one in rows if (one["system"], one[column]) == (system, title))
             if "refused" in row:
                 refused.setdefault(row["refused"].replace("|", "\\|"), system)
-            cells.append("refused" if "refused" in row else cell(row))
+            ended = next((key for key in ("refused", "diverges") if key in row), None)
+            cells.append(ended or cell(row))
         body.append(cells)
     return table(["system", *columns], body)
 
@@ -619,7 +683,7 @@ def main() -> None:
         describe(found, asked.page)
     result = {
         "benchmark": "study_families",
-        "setting": f"digits, mlp, {PASSES} passes, lr 0.1, joint batches of 64 or clients' of 10",
+        "setting": f"digits, mlp, {PASSES} passes, lr 0.1, steps of {STEP} examples",
         "seeds": asked.seeds,
         "parameters": sum(one.numel() for one in bench.task.model().parameters()),
         **found,

@@ -337,12 +337,12 @@ def test_systems_are_compared_and_reported(dure, here):
     assert status == 0
     assert [run["label"] for run in compared["runs"]] == [
         "single worker",
-        "FedAvg label-shards:1 K=2",
+        "FedAvg label-shards:1 K=2 B=32",
     ]
     assert (compared["failed"], compared["report"]) == ({}, "all/report.html")
     status, out, err = dure("report all --out again.html")
     assert (status, out, err) == (0, "again.html\n", "")
-    status, out, _ = dure("report all/single-worker all/fedavg-label-shards-1-k-2")
+    status, out, _ = dure("report all/single-worker all/fedavg-label-shards-1-k-2-b-32")
     assert (status, out) == (0, "all/single-worker/report.html\n")
     assert (here / "all" / "single-worker" / "report.html").exists()
 
@@ -354,7 +354,7 @@ def test_a_comparison_with_a_failure_says_which_and_why(dure):
     assert status == 1
     assert json.loads(out)["runs"] == []
     assert "dure: single worker: rank 0 failed in step 1: RuntimeError: two" in err
-    assert "dure: FedAvg iid: client 0 failed in round 1" in err
+    assert "dure: FedAvg iid B=32: client 0 failed in round 1" in err
 
 
 def test_a_task_whose_hints_cannot_be_read_can_be_trained(dure):

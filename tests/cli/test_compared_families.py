@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
+
+import dure
 from dure.catalog import FAMILIES, Family
 from dure.cli.comparing import COMPARED
 from dure.cli.worlds import entry
+from dure.federated.aggregate import Mean, Median
 from dure.tasks.builtin import load_task
 
 OF_TABLES = {"vertical-split"}
@@ -31,8 +35,24 @@ def test_there_is_a_system_of_every_family():
     assert named == sorted(named, key=order.index)
 
 
-def test_each_of_them_can_train_the_digits():
+@pytest.mark.parametrize("workers", [None, 4])
+def test_each_of_them_can_train_the_digits(workers: int | None) -> None:
     task = load_task("digits")
     for system in COMPARED:
-        strategy, world = entry(system, None)
+        # The degrees of a mesh fix its number of ranks.
+        count = None if system.startswith("parallel,") else workers
+        strategy, world = entry(system, count)
         strategy.check(task, world.workers)
+
+
+def test_robust_systems_are_compared_with_the_mean_with_and_without_an_attack() -> None:
+    entries = [entry(system, None) for system in COMPARED]
+    federated = [
+        (type(strategy).__name__, strategy.aggregate, world.conditions.attackers > 0)
+        for strategy, world in entries
+        if isinstance(strategy, dure.FedAvg | dure.ByzantineGD)
+    ]
+    for attacked in (False, True):
+        assert ("FedAvg", Mean(), attacked) in federated
+        assert ("FedAvg", Median(), attacked) in federated
+        assert ("ByzantineGD", Mean(), attacked) in federated

@@ -44,7 +44,7 @@ def test_a_system_has_options_of_the_task_for_itself(compared):
         *[{"model": "logistic", "lr": 0.01}] * 2,
         *[{"model": "mlp", "lr": 0.2}] * 2,
     ]
-    assert configs[0]["label"] == "FedAvg iid K=3, lr 0.01, model logistic"
+    assert configs[0]["label"] == "FedAvg iid K=3 B=32, lr 0.01, model logistic"
     assert [config["seed"] for config in configs] == [0, 1, 0, 1]
 
 
@@ -138,7 +138,7 @@ def test_runs_are_listed_with_their_states(said, compared, tmp_path):
     listed = json.loads(said(f"list {compared} runs --json")[1])
     states = {Path(run["folder"]).name: (run["state"], run["step"]) for run in listed}
     assert states["killed"] == ("killed", 7.0)
-    assert states["single-worker-seed-1"] == ("done (epochs)", 23.0)
+    assert states["single-worker-seed-1"] == ("done (epochs)", 45.0)
     lock = Lock.take(killed, "held")
     assert "running" in said("list")[1]
     lock.release()
@@ -147,7 +147,7 @@ def test_runs_are_listed_with_their_states(said, compared, tmp_path):
 
 
 def test_a_run_is_shown_and_its_model_asked(said, compared):
-    run = compared / "fedavg-iid-k-3-lr-0-01-model-logistic-seed-0"
+    run = compared / "fedavg-iid-k-3-b-32-lr-0-01-model-logistic-seed-0"
     status, out, _ = said(f"show {run}")
     assert status == 0
     assert re.search(r"^again +dure train digits fed-avg --clients 3 ", out, re.MULTILINE)

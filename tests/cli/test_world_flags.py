@@ -29,6 +29,8 @@ def test_one_number_of_workers_serves_systems_that_count_them_themselves() -> No
     assert strategy == dure.ParameterServer(workers=3, staleness=2)
     assert world == dure.Processes(1 + 1 + 3)
     assert entry("parameter-server,workers=4", 3)[0] == dure.ParameterServer(workers=4)
+    assert entry("downpour", 3)[0] == dure.Downpour(replicas=3)
+    assert entry("downpour,replicas=4", 3)[0] == dure.Downpour(replicas=4)
     assert entry("parameter-server", None)[0] == dure.ParameterServer()
 
 

@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -135,6 +136,9 @@ class ADMM(Strategy):
 
     def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
+
+    def batches_of_step(self, task: Task, workers: int | None) -> Fraction | None:
+        return Fraction(1, workers or 1)
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -100,6 +101,9 @@ class DiLoCo(Strategy):
 
     def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
+
+    def batches_of_step(self, task: Task, workers: int | None) -> Fraction | None:
+        return Fraction(1, workers or 1)
 
     def check(self, task: Task, workers: int | None) -> None:
         self.rounds().check(task, workers)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -95,6 +96,9 @@ class LocalSGD(Strategy):
 
     def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
+
+    def batches_of_step(self, task: Task, workers: int | None) -> Fraction | None:
+        return Fraction(1, workers or 1)
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)

@@ -39,6 +39,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -140,6 +141,9 @@ class ParallelSGD(Strategy):
 
     def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
+
+    def batches_of_step(self, task: Task, workers: int | None) -> Fraction | None:
+        return Fraction(1, workers or 1)
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)

@@ -44,37 +44,46 @@ if TYPE_CHECKING:
 ABOUT = (
     "Train many systems on one task. A setting of a system, such as --clients 20, applies to all "
     "systems that have it; a setting after a system's name, as in fed-avg,clients=5 or "
-    "single-worker,lr=0.01, overrides it."
+    "single-worker,lr=0.01, overrides it. A system without a batch size makes steps of 32 "
+    "examples, of all workers together if they make a joint step, and of each worker or client "
+    "otherwise; --batch-size, or batch_size after a system's name, overrides this."
 )
+
+UNDER_ATTACK = "attack=sign-flip:3,attackers=2"
+"""Conditions of the default comparison with malicious clients."""
 
 COMPARED = (
     "single-worker",
-    "single-worker,batch_size=None",
     "data-parallel,all_reduce=ring",
     "zero",
     "pipeline",
     "tensor-parallel",
     "layers-per-core",
     "parallel,data=2,tensor=2",
-    "local-sgd",
+    "local-sgd,period=20",
     "parameter-server",
     "downpour",
     "hogwild",
     "fed-avg",
-    "fed-avg,partition=label-shards:2",
+    f"fed-avg,{UNDER_ATTACK}",
+    "fed-avg,aggregate=median",
+    f"fed-avg,aggregate=median,{UNDER_ATTACK}",
+    "fed-avg,held_out=0.2,partition=label-shards:2",
     "fed-adam",
     "fed-async",
-    "byzantine,attack=sign-flip,attackers=2",
+    "byzantine",
+    f"byzantine,{UNDER_ATTACK}",
     "ditto,partition=label-shards:2",
     "local-only,partition=label-shards:2",
     "split",
 )
 """Systems that `dure compare TASK` compares by default.
 
-A system of every family, in the order of `dure systems`, with some baselines: gradient descent
-precedes Byzantine gradient descent, and the clients of Ditto and of local-only have the data of the
-second FedAvg. Vertical split learning, with parties that have features of the same people, is left
-out: its task is a table, such as `heart`.
+A system of every family, in the order of `dure systems`. Systems that resist malicious clients are
+compared with FedAvg, all of them with and without an attack. The clients of Ditto and of local-only
+have the data, and hold out the data, of the FedAvg with label shards. The period of local SGD
+divides twenty epochs, so that its last round ends with them. Vertical split learning, with parties
+that have features of the same people, is left out: its task is a table, such as `heart`.
 """
 
 
@@ -90,6 +99,7 @@ def compare(given: list[str]) -> int:
     check_names(reference, [system.partition(",")[0] for system in systems])
     start_fork_server()
     from dure.cli.comparison_entries import ComparisonEntries, without_options
+    from dure.cli.equal_steps import with_equal_steps
     from dure.cli.shared_flags import shared
 
     parts: dict[str, Any] = {
@@ -117,7 +127,8 @@ def compare(given: list[str]) -> int:
         entries.entry(system, options, how.workers)
         for system, (_, options) in zip(given_to.systems, apart, strict=True)
     ]
-    for note in given_to.notes:
+    asked_systems, differences = with_equal_steps(given_to.systems, asked_systems)
+    for note in [*given_to.notes, *differences]:
         print(f"dure: {note}", file=sys.stderr)
     with run_folder(how.out, f"compare-{file_name(task)}") as out:
         program = all_of(task, asked_systems, stop, out, how)

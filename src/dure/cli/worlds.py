@@ -109,6 +109,12 @@ def _counts_workers(kind: type[Strategy]) -> bool:
     return kind.coordinated
 
 
+def _worker_field(kind: type[Strategy]) -> str:
+    """Return the field with the number of workers of a strategy that counts them itself."""
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return "workers" if "workers" in names else "replicas"
+
+
 # dure compare: settings
 
 
@@ -123,9 +129,10 @@ def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
     name, *settings = system.split(",")
     kind = strategy_class(name)
     # A strategy with a field for its workers gets the number too, unless its settings have it.
-    counted = any(text.startswith("workers=") for text in settings)
-    if workers is not None and _counts_workers(kind) and not counted:
-        settings.insert(0, f"workers={workers}")
+    if workers is not None and _counts_workers(kind):
+        counting = _worker_field(kind)
+        if not any(text.startswith(f"{counting}=") for text in settings):
+            settings.insert(0, f"{counting}={workers}")
     named = _world_named(kind, settings)
     others = [text for text in settings if not text.startswith("world=")]
     if named is None or named in _NAMES:

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
@@ -561,6 +562,15 @@ class Strategy(CheckedSettings):
         does not determine the length.
         """
         return self
+
+    def batches_of_step(self, task: Task, workers: int | None) -> Fraction | None:
+        """Return the number of batches of `batch_size` examples in an optimizer step.
+
+        1 if a step takes a batch, joint or of one worker; 1/N if N workers divide the batch and
+        each makes a step of its own; K if a step takes the batches of K clients together. None if
+        every step takes all the data.
+        """
+        return Fraction(1)
 
     def check(self, task: Task, workers: int | None) -> None:
         """Raise ValueError, before any work, if the fields do not fit.

@@ -95,7 +95,10 @@ def check_joint_batch(batch_size: int | None, examples: int, workers: int | None
     if workers is not None and workers > examples:
         raise ValueError(f"the run has {workers} workers, but only {examples} training examples")
     if workers is not None and batch_size is not None and workers > batch_size:
-        raise ValueError(f"a joint batch of {batch_size} cannot be divided over {workers} workers")
+        raise ValueError(
+            f"a joint batch of {batch_size} cannot be divided over {workers} workers: use fewer "
+            f"workers, or a batch_size of {workers} or more"
+        )
 
 
 def largest_piece(batch_size: int | None, examples: int, workers: int | None, pieces: int) -> int:

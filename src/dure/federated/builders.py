@@ -100,6 +100,9 @@ def learner(strategy: FederatedSettings, task: Task, context: RankContext, seed:
     carrier = context.carrier(clients, seed)
     server = build_server(strategy, task, model, context, carrier, seed)
     server.cost = _cost(strategy, task, model, context.conditions, seed)
+    # Held-out examples are in no pass over the training data.
+    if strategy.held_out and not strategy.privacy.counts_passes:
+        server.examples = max(1, sum(carrier.join().sizes))
     context.ending.callback(server.close)
     return server
 

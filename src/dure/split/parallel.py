@@ -20,8 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar
 
+from dure.contracts.task import Task
 from dure.split.client import Rules
 from dure.split.messages import Ended, Envelope, SideState, Smashed
 from dure.split.orders import Amounts, TurnOrder
@@ -135,3 +137,6 @@ class ParallelSplit(Split):
         self, amounts: Amounts, head: SideState | None, tail: Callable[[int], SideRunner], seed: int
     ) -> TurnOrder:
         return ParallelOrder(amounts, head, tail(0), self.personal_heads)
+
+    def batches_of_step(self, task: Task, workers: int | None) -> Fraction | None:
+        return Fraction(self.clients or 1)

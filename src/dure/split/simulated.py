@@ -99,6 +99,9 @@ class SimulatedSplitLearner(Learner):
         self._meters = [Meter(SERVER, is_worker=False)]
         self._meters += [Meter(client(number)) for number in range(plan.clients)]
         self.units_per_epoch = 1
+        # Held-out examples are in no pass over the training data.
+        if plan.held_out:
+            self.examples = sum(amounts.examples)
         self.round = 0
         self.now = 0.0
         self.account = ActivityLog()

@@ -20,11 +20,13 @@ Byzantine Gradient Descent", POMACS 2017.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
 from dure.contracts.task import Task
 from dure.federated.aggregate import Aggregator, GeometricMedianOfMeans, Mean
 from dure.federated.engines.optimizers import check_gradients
+from dure.federated.server.sampling import clients_per_round
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.strategy import Federated
 
@@ -32,6 +34,9 @@ from dure.federated.strategy import Federated
 @dataclass(frozen=True)
 class ByzantineGD(Federated):
     """Gradient descent by the geometric median of means.
+
+    A batch_size makes the step of a round one of stochastic gradient descent: a batch of every
+    client.
 
     Args:
         groups: k, more than twice the number of malicious clients in a round.
@@ -45,18 +50,22 @@ class ByzantineGD(Federated):
     name: ClassVar[str] = "byzantine"
     title: ClassVar[str] = "Byzantine GD"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # An epoch of batches would be several steps.
+        if self.batch_size is not None and self.local_steps is None:
+            object.__setattr__(self, "local_steps", 1)
+
+    def batches_of_step(self, task: Task, workers: int | None) -> Fraction | None:
+        return Fraction(clients_per_round(self.count(task) or 1, self.fraction))
+
     def check_task(self, task: Task) -> None:
         if self.aggregate != Mean():
             raise ValueError(
                 "byzantine has its own aggregation rule; for another rule use fed-avg with "
                 "--aggregate"
             )
-        # A step on a batch is stochastic gradient descent, which is allowed too; an epoch has to be
-        # a single full batch.
-        one_step = self.local_epochs == 1 and (
-            self.local_steps == 1 or (self.local_steps, self.batch_size) == (None, None)
-        )
-        if not one_step:
+        if self.local_epochs != 1 or self.local_steps not in (None, 1):
             raise ValueError(
                 "byzantine makes one step per round; for local epochs use fed-avg with "
                 "--aggregate geometric-median-of-means"

@@ -15,6 +15,7 @@ Source: McMahan et al. 2017, section 2.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
 from dure.contracts.task import Task
@@ -30,6 +31,9 @@ class FedSGD(Federated):
 
     name: ClassVar[str] = "fed-sgd"
     title: ClassVar[str] = "FedSGD"
+
+    def batches_of_step(self, task: Task, workers: int | None) -> Fraction | None:
+        return None
 
     def check_task(self, task: Task) -> None:
         one_step = (
