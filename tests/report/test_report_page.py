@@ -84,8 +84,8 @@ def test_every_part_is_there_in_its_order(comparison: Path, report: Report) -> N
     page = report(comparison)
     parts = re.findall(r"<h[12][^>]*>(.*?)</h", page)
     assert parts == [
-        "digits: 9 runs", "Runs", "What differs",
-        "Curves", "Time by activity", "Timeline", "Data per client",
+        "digits: 9 runs", "Overview", "Curves", "Runs", "What differs", "Time by activity",
+        "Timeline", "Data per client",
         "What the words mean",
     ]  # fmt: skip
 
