@@ -333,10 +333,13 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[SummaryColumn]:
     ]
     if any(_epsilon(summary) is not None for summary in summaries):
         result.append(SummaryColumn("epsilon", _epsilon, lambda v: f"{v:.4g}", True))
-    result += [
-        # Settings, of which none is best.
+    # Settings, of which none is best.
+    settings = [
         SummaryColumn("batch", lambda s: _amount(s).batch, count, None, _of_copies),
         SummaryColumn("steps", lambda s: _amount(s).steps, count, None),
+    ]
+    result += [
+        *(one for one in settings if any(one.value(s) is not None for s in summaries)),
         SummaryColumn("epochs", lambda s: s["epochs"], lambda v: f"{v:.3g}", True),
         *_clocks(summaries),
         SummaryColumn(

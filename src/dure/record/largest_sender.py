@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 TOGETHER = " clients"
 """End of the name of a line of `per_worker` that has the sums of many clients."""
 
+_MOST = 1e18
+"""Bound on bytes, since a folder from elsewhere may contain any number."""
+
 _ALIKE = 0.01
 """Relative difference up to which bytes count as equal: messages of ranks differ by a few bytes."""
 
@@ -36,6 +39,7 @@ def largest_sender(
         if isinstance(name := one.get("name"), str)
         and not name.endswith(TOGETHER)
         and isinstance(nbytes := one.get("bytes_sent"), (int, float))
+        and 0 <= nbytes < _MOST
     ]
     most = max(sent, key=lambda one: one.nbytes, default=None)
     if most is None or mean is None or most.nbytes <= (1 + _ALIKE) * mean:

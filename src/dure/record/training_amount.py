@@ -62,6 +62,11 @@ _SPLIT = ("split", "parallel-split", "split-fed")
 _CLOSE = 0.01
 """Relative difference up to which steps and epochs count as alike."""
 
+_MOST = 1e15
+"""Bound on the numbers of a run, since a folder from elsewhere may contain any."""
+
+_MOST_RANKS = 100_000
+
 _MOST_NAMED = 2
 """Most values, beside the most frequent, and most runs of a value that the line names."""
 
@@ -108,10 +113,10 @@ class _Run:
         self.units = _number(summary.get("steps"))
         epochs = _number(summary.get("epochs"))
         samples = _number(summary.get("samples"))
-        self.examples = _number(config.get("train_examples"))
-        if epochs and samples:
+        self.examples = _at_least_one(_number(config.get("train_examples")))
+        if epochs and samples and epochs * _MOST > samples:
             # Also of ranks that have data of their own, and of aligned parties.
-            self.examples = float(round(samples / epochs))
+            self.examples = _at_least_one(float(round(samples / epochs)))
         if samples is None and epochs is not None and self.examples is not None:
             samples = float(round(epochs * self.examples))
         self.samples = samples
@@ -127,10 +132,10 @@ class _Run:
     @property
     def joint_batch(self) -> float | None:
         """Examples of a batch of all the data: `batch_size`, or all examples."""
-        size = self.setting("batch_size")
-        if self.examples is None or size is None:
-            return self.examples if size is None else size
-        return min(size, self.examples)
+        if self.strategy.get("batch_size") is None:
+            return self.examples
+        size = _at_least_one(self.setting("batch_size"))
+        return size if size is None or self.examples is None else min(size, self.examples)
 
     def joint_steps(self, share: float = 1.0) -> float | None:
         """Return the batches of all the data in a run. share: share of the run's examples."""
@@ -143,13 +148,18 @@ class _Run:
     def parts(self) -> list[float] | None:
         """Return the training examples of each client or rank; None if unknown."""
         counts = _mapping(self.config.get("partition")).get("counts")
-        if isinstance(counts, list) and all(isinstance(one, int) for one in counts):
+        if isinstance(counts, list):
+            known = [_number(one) for one in counts]
             share = self.setting("held_out") or 0.0
-            return [float(_trained_on(one, share)) for one in counts if one > 0] or None
-        if self.examples and self.ranks and self.strategy.get("partition") == "iid":
-            small, larger = divmod(int(self.examples), int(self.ranks))
-            ranks = int(self.ranks)
-            return [float(small + (rank < larger)) for rank in range(ranks) if small + larger]
+            if None in known or share >= 1:
+                return None
+            return [
+                _trained_on(one, share) for one in known if one is not None and one >= 1
+            ] or None
+        if self.strategy.get("partition") == "iid" and self.examples and self.ranks:
+            # Parts of almost equal size: for the steps of a pass these two sizes are enough.
+            sizes = self.examples / self.ranks
+            return [float(one) for one in {math.floor(sizes), math.ceil(sizes)} if one] or None
         return None
 
 
@@ -212,8 +222,7 @@ def _split(run: _Run, name: object) -> _Rule:
     turns = (run.units or 0.0) * (epochs or 0.0)
     if name == "parallel-split":
         parts = run.parts()
-        size = run.setting("batch_size")
-        together = None if parts is None else sum(min(size or one, one) for one in parts)
+        together = None if parts is None or batch is None else batch * len(parts)
         return together, False, turns * max(passes or [0.0]) if known else None
     if name == "split":
         return batch, False, turns * sum(passes or []) if known else None
@@ -227,12 +236,12 @@ def _of_each_part(run: _Run, divisor: float | None) -> tuple[float | None, list[
 
     divisor: number of workers that share `batch_size`.
     """
-    size = run.setting("batch_size")
-    batch = size if size is None else _divided(size, divisor)
+    whole = run.strategy.get("batch_size") is None
+    batch = None if whole else _divided(_at_least_one(run.setting("batch_size")), divisor)
     parts = run.parts()
-    if parts is None or (size is not None and batch is None):
+    if parts is None or (batch is None and not whole):
         return batch, None
-    batches = [min(batch or part, part) for part in parts]
+    batches = [part if batch is None else min(batch, part) for part in parts]
     return _mean(batches), [math.ceil(a / b) for a, b in zip(parts, batches, strict=True)]
 
 
@@ -251,15 +260,19 @@ def _mean_of_rounds(run: _Run) -> float | None:
     return run.samples / run.units if run.units and run.samples is not None else None
 
 
-def _trained_on(examples: int, share: float) -> int:
+def _trained_on(examples: float, share: float) -> float:
     """Return the examples of a client that are not held out (`dure.data.client_holdout`)."""
     if not share:
         return examples
     return examples - min(max(round(share * examples), 1), examples - 1)
 
 
+def _at_least_one(value: float | None) -> float | None:
+    return None if value is None or value < 1 else value
+
+
 def _divided(value: float | None, by: float | None) -> float | None:
-    return None if value is None or not by else float(math.ceil(value / by))
+    return None if value is None or by is None or by < 1 else float(math.ceil(value / by))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -271,8 +284,9 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def _number(value: object) -> float | None:
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if known else None  # type: ignore[arg-type]
+    """Return a number as a float; None for anything else, and for numbers that no run has."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if known and 0 <= value < _MOST else None  # type: ignore[operator, arg-type]
 
 
 # Differences between runs, in a line.
@@ -324,4 +338,4 @@ def _named(labels: Sequence[str]) -> str:
 
 
 def _text(value: float) -> str:
-    return f"{value:,.0f}" if value.is_integer() else f"{value:,.4g}"
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"

@@ -55,7 +55,7 @@ class TableColumn:
     folds: bool = True
 
 
-def table(runs: ReportedRuns, controls: str) -> str:
+def table(runs: ReportedRuns, controls: str = "") -> str:
     """Return the section with a row for each run, and a row for each run that failed.
 
     controls: HTML above the table.
