@@ -412,33 +412,53 @@ def _cell(column: SummaryColumn, summary: dict[str, Any], between: str = " ") ->
     return between.join(filter(None, [column.text(found), column.suffix(summary)]))
 
 
-_NO_METRICS = ("epsilon", "batch", "steps", "epochs", "time", "virtual time", "sent per worker")
+_NO_METRICS = (
+    "epsilon",
+    "batch",
+    "steps",
+    "epochs",
+    "time",
+    "virtual time",
+    "simulated in",
+    "sent per worker",
+    "shuffled per worker",
+    "shuffle time",
+    "peak memory",
+    "idle (over busy)",
+)
+
+
+_DETAILS = (
+    "idle (over busy)",
+    "simulated in",
+    "shuffle time",
+    "shuffled per worker",
+)
+"""Columns that are left out first, in this order."""
 
 
 def _least(shown: Sequence[SummaryColumn]) -> int:
     """Return the index of the column to leave out first.
 
-    The order: idle time, memory, real time of simulations, shuffling, batch, steps, the last metric
-    of clients, the last metric of the model except for the first, epochs, bytes.
+    The order: idle time, real time of simulations, shuffling, the last metric of clients, memory,
+    the last metric of the model except for the first, steps, batch, epochs, bytes.
     """
     names = [column.heading for column in shown]
-    for name in (
-        "idle (over busy)",
-        "peak memory",
-        "simulated in",
-        "shuffle time",
-        "shuffled per worker",
-        "batch",
-        "steps",
-    ):
-        if name in names:
-            return names.index(name)
     metrics = [
         place for place, name in enumerate(names) if name not in _NO_METRICS and name[:5] != "until"
     ]
-    of_clients = [place for place in metrics if not names[place].startswith("test ")]
-    last = [names.index(name) for name in ("sent per worker", "epochs") if name in names]
-    return (of_clients or metrics[1:] or last or [len(names) - 1])[-1]
+    of_clients = [names[place] for place in metrics if not names[place].startswith("test ")]
+    order = [
+        *_DETAILS,
+        *reversed(of_clients),
+        "peak memory",
+        *(names[place] for place in reversed(metrics[1:])),
+        "steps",
+        "batch",
+        "epochs",
+        "sent per worker",
+    ]
+    return next((names.index(name) for name in order if name in names), len(names) - 1)
 
 
 def _table(

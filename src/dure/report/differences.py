@@ -85,19 +85,37 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 def _differing(settings: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
     """Return (settings that differ between runs that have them, others that only some runs have).
 
-    A setting that a single run has is among the others.
+    A setting of a world is compared between runs in worlds of the same kind.
     """
     names = dict.fromkeys(name for own in settings for name in own)
-    having = {name: [own for own in settings if name in own] for name in names}
-    differing = [name for name, own in having.items() if len({_text(one, name) for one in own}) > 1]
-    partial = [
-        name for name, own in having.items() if name not in differing and len(own) < len(settings)
-    ]
+    differing: list[str] = []
+    partial: list[str] = []
+    for name in names:
+        having = [own for own in settings if name in own]
+        values: dict[str | None, set[str | None]] = {}
+        for own in having:
+            of_world = name.startswith("world.") and name != "world.name"
+            kind = _text(own, "world.name") if of_world else None
+            values.setdefault(kind, set()).add(_compared(own, name))
+        if any(len(found) > 1 for found in values.values()):
+            differing.append(name)
+        elif len(having) < len(settings):
+            partial.append(name)
     return differing, partial
 
 
+_OFF = (None, "none", "false", "[]", "")
+"""Texts of a setting that is not set, which systems write in several ways."""
+
+
+def _compared(own: Mapping[str, Any], name: str) -> str | None:
+    """Return the text to compare; None for a setting that is not set."""
+    text = _text(own, name)
+    return None if text in _OFF else text
+
+
 def _text(own: Mapping[str, Any], name: str) -> str | None:
-    """Return the text to compare; None for null, which counts as not set."""
+    """Return the text of a setting; None for null."""
     return setting_text(own.get(name))
 
 
