@@ -224,20 +224,27 @@ SYSTEMS: dict[str, StrategyEntry] = {
 class Family(NamedTuple):
     """Branch of the family tree: the common property of its systems, and the systems.
 
-    worlds: the worlds in which they run.
+    worlds: the worlds in which they run. name: of the family in charts; "" for a branch of a family
+    that has a name.
     """
 
     title: str
     systems: tuple[str, ...] = ()
     worlds: tuple[str, ...] = ()
     branches: tuple[Family, ...] = ()
+    name: str = ""
 
 
 _RANKS = ("processes", "torchrun")
 _CLIENTS = ("simulated", "network")
 
 FAMILIES: tuple[Family, ...] = (
-    Family("one worker, the baseline for all others", ("single-worker",), ("processes",)),
+    Family(
+        "one worker, the baseline for all others",
+        ("single-worker",),
+        ("processes",),
+        name="single worker",
+    ),
     Family(
         "workers that compute each step together",
         branches=(
@@ -245,17 +252,34 @@ FAMILIES: tuple[Family, ...] = (
                 "each computes its part of the batch",
                 ("data-parallel",),
                 (*_RANKS, "threads"),
+                name="data parallel",
             ),
-            Family("and holds a part of the otherwise replicated state", ("zero",), _RANKS),
-            Family("each holds a part of the model", ("pipeline", "tensor-parallel"), _RANKS),
-            Family("each holds some of the layers", ("layers-per-core",), ("threads",)),
-            Family("several of these together", ("parallel",), _RANKS),
+            Family(
+                "and holds a part of the otherwise replicated state",
+                ("zero",),
+                _RANKS,
+                name="data parallel",
+            ),
+            Family(
+                "each holds a part of the model",
+                ("pipeline", "tensor-parallel"),
+                _RANKS,
+                name="model parallel",
+            ),
+            Family(
+                "each holds some of the layers",
+                ("layers-per-core",),
+                ("threads",),
+                name="model parallel",
+            ),
+            Family("several of these together", ("parallel",), _RANKS, name="model parallel"),
         ),
     ),
     Family(
         "workers that train independently, and combine their models now and then",
         ("parallel-sgd", "local-sgd", "diloco", "admm"),
         _RANKS,
+        name="averaging",
     ),
     Family(
         "weights that all workers update, each when it is ready",
@@ -264,9 +288,13 @@ FAMILIES: tuple[Family, ...] = (
                 "servers own them",
                 ("parameter-server", "downpour"),
                 ("processes", "simulated"),
+                name="parameter server",
             ),
             Family(
-                "they are in memory that all workers share", ("hogwild",), ("threads", "processes")
+                "they are in memory that all workers share",
+                ("hogwild",),
+                ("threads", "processes"),
+                name="shared memory",
             ),
         ),
     ),
@@ -298,6 +326,7 @@ FAMILIES: tuple[Family, ...] = (
                 _CLIENTS,
             ),
         ),
+        name="federated",
     ),
     Family(
         "split: clients and a server have parts of the model",
@@ -309,9 +338,25 @@ FAMILIES: tuple[Family, ...] = (
             ),
             Family("parties have features of the same people", ("vertical-split",), _CLIENTS),
         ),
+        name="split learning",
     ),
 )
 """All systems, each once, by what they divide."""
+
+
+def family_names() -> dict[str, str]:
+    """Return the name of the family of each system, in the order of the tree."""
+    found: dict[str, str] = {}
+
+    def visit(branch: Family, name: str) -> None:
+        found.update(dict.fromkeys(branch.systems, branch.name or name))
+        for inner in branch.branches:
+            visit(inner, branch.name or name)
+
+    for family in FAMILIES:
+        visit(family, "")
+    return found
+
 
 WORLDS: dict[str, WorldEntry] = {
     "processes": WorldEntry(

@@ -17,8 +17,8 @@ import pytest
 import dure
 from dure.cli.main import main
 from dure.fleet.conditions import Conditions
+from dure.report.default_settings import defaults_of
 from dure.report.read import read_run
-from dure.report.repeat_command import USUAL
 from dure.report.repeat_command import command as command_of
 
 RANKS = ["train", "digits", "data-parallel", "--workers", "2", "--deadline", "30"]
@@ -121,10 +121,8 @@ def test_a_task_s_parameter_with_the_name_of_a_flag_is_told(
     assert "the task has a parameter 'seed'" in capsys.readouterr().err
 
 
-def test_the_report_knows_what_worlds_usually_are() -> None:
-    for world in (dure.Processes(2), dure.Simulated()):
-        assert USUAL[world.name] == {name: str(getattr(world, name)) for name in USUAL[world.name]}
-    assert set(USUAL["simulated"]) == {field.name for field in fields(Conditions)}
+def test_the_report_knows_every_condition_of_a_simulation() -> None:
+    assert set(defaults_of("worlds", "simulated")) == {field.name for field in fields(Conditions)}
 
 
 def test_the_report_s_command_repeats_the_conditions(tmp_path: Path) -> None:

@@ -249,3 +249,40 @@ def test_a_table_never_cuts_a_number_and_says_what_it_leaves_out(width, label):
 def test_the_conditions_of_clients_are_told_once():
     world = "simulated clients, devices stragglers:0.2"
     assert cells(summary("FedAvg iid, devices stragglers:0.2", world=world))[1][1] == "simulated"
+
+
+def test_batch_and_steps_have_columns_and_a_line_says_what_is_not_alike():
+    amount = {"batch": 64.0, "local": False, "steps": 460.0, "epochs": 20.0, "learning_rate": 0.1}
+    joint = summary("ring", training_amount=amount)
+    local = summary("local SGD", training_amount={**amount, "batch": 32.0, "local": True})
+    unknown = summary("mine", training_amount={})
+    heading, *rows = cells(joint, local, unknown)
+    place = heading.index("batch")
+    assert heading[place : place + 3] == ["batch", "steps", "epochs"]
+    # Below the rows of runs is the line.
+    assert [row[place : place + 2] for row in rows[:3]] == [
+        ["64", "460"],
+        ["32 local", "460"],
+        ["–", "–"],
+    ]
+    assert "Not alike: batch 64, but 32 in local SGD." in table([joint, local, unknown]).caption
+    assert "Not alike" not in (table([joint, unknown]).caption or "")
+
+
+def test_the_worker_that_sent_more_than_the_mean_is_named():
+    ranks = [
+        {"name": f"rank {rank}", "bytes_sent": sent} for rank, sent in ((0, 15_240_000), (1, 1))
+    ]
+    heading, row = cells(summary("master", bytes_sent_per_worker=7_620_000.0, per_worker=ranks))
+    assert row[heading.index("sent per worker")] == "7.62 MB (rank 0: 15.2 MB)"
+
+
+def test_batch_and_steps_stay_where_metrics_of_clients_have_no_space():
+    clients = {f"client_accuracy_{place}": 0.5 for place in range(8)}
+    amount = {"batch": 64.0, "local": False, "steps": 460.0}
+    one = summary("fed-avg", training_amount=amount, **clients)
+    one["best"] = {**one["best"], **clients}
+    console = Console(width=120)
+    shown = [column.header for column in table([one], console).columns]
+    assert {"test accuracy", "batch", "steps", "epochs"} <= set(shown)
+    assert "idle (over busy)" not in shown

@@ -124,3 +124,21 @@ def test_where_all_took_part_in_every_round_it_is_said(tmp_path: Path) -> None:
     longer = replace(run, result=replace(run.result, steps=5))
     assert said.replace("4", "5") not in federations([longer], {})
     assert "3 of 3 clients sent updates, 4 each" in federations([longer], {})
+
+
+def test_settings_that_only_some_systems_have_are_folded(tmp_path: Path) -> None:
+    strategies = [
+        {"name": "zero", "batch_size": 32, "stage": 2, "accumulate": 1},
+        {"name": "zero", "batch_size": 64, "stage": 2, "accumulate": 1},
+        {"name": "fed-avg", "batch_size": 64, "clients": 10},
+    ]
+    runs = [
+        read_run(write_run(tmp_path / str(place), f"run {place}", config={"strategy": strategy}))
+        for place, strategy in enumerate(strategies)
+    ]
+    shown, folded = differences(runs).split("<details", 1)
+    heads = r'<th scope="col" class="text">(.*?)</th>'
+    assert re.findall(heads, shown) == ["system", "batch size"]
+    assert re.findall(heads, folded) == ["stage", "accumulate", "clients"]
+    # FedAvg has no stage, and no dash in its place: nothing is unknown.
+    assert '<td class="text"></td><td class="text"></td><td class="text">10</td>' in folded

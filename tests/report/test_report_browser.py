@@ -47,7 +47,8 @@ def assert_well(page: Page) -> None:
 
 def test_every_chart_is_drawn_without_an_error_or_a_request(page: Page, written: Path) -> None:
     page.open(written)
-    assert page.ask("document.body.dataset.chartsDrawn") == "3"
+    charts = page.ask("document.querySelectorAll('.chart').length")
+    assert page.ask("document.body.dataset.chartsDrawn") == str(charts)
     assert_well(page)
 
 
@@ -63,7 +64,8 @@ def test_a_phone_never_scrolls_the_page_sideways(page: Page, written: Path) -> N
 def test_the_theme_follows_the_system_and_the_button_and_the_charts_follow_it(
     page: Page, written: Path
 ) -> None:
-    label = "document.querySelector('#curves .xtick text')"
+    # The first chart, which is drawn at once.
+    label = "document.querySelector('[data-overview] .xtick text')"
     looks = f"[getComputedStyle(document.body).backgroundColor, {label}.style.fill]"
     page.open(written, dark=False)
     light = page.ask(looks)
@@ -87,6 +89,22 @@ def test_every_switch_redraws(page: Page, written: Path) -> None:
     for place in range(page.ask("choice.length")):
         page.ask(f"choice.selectedIndex = {place}; choice.dispatchEvent(new Event('change'))")
     assert "single-worker" in page.ask("document.getElementById('curve-note').textContent")
+    assert_well(page)
+
+
+def test_the_overview_has_a_point_for_each_run_that_the_filter_shows(
+    page: Page, written: Path
+) -> None:
+    page.open(written)
+    points = "document.querySelectorAll('[data-overview=\"0\"] .point').length"
+    known = page.ask("data.textContent && JSON.parse(data.textContent).overview.charts[0].points")
+    assert page.ask(points) == len(known) > 2
+    first = page.ask("JSON.parse(data.textContent).runs[0].label")
+    page.ask(
+        f"field = document.getElementById('run-filter'), field.value = {json.dumps(first)}, "
+        "field.dispatchEvent(new Event('input'))"
+    )
+    assert page.ask(points) == 1
     assert_well(page)
 
 

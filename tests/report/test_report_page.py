@@ -84,8 +84,8 @@ def test_every_part_is_there_in_its_order(comparison: Path, report: Report) -> N
     page = report(comparison)
     parts = re.findall(r"<h[12][^>]*>(.*?)</h", page)
     assert parts == [
-        "digits: 9 runs", "Runs", "What differs",
-        "Curves", "Time by activity", "Timeline", "Data per client",
+        "digits: 9 runs", "Overview", "Curves", "Runs", "What differs", "Time by activity",
+        "Timeline", "Data per client",
         "What the words mean",
     ]  # fmt: skip
 
@@ -154,10 +154,10 @@ def test_every_metric_has_a_column_and_the_tenth_of_clients_a_section(
         (run / "summary.json").write_text(json.dumps({**summary, **values, "best": values}))
     page = report(tmp_path / "runs")
     head = re.findall(r'<th scope="col"><button type="button">(.*?)</button>', page)
-    assert head[:6] == [
+    # The best accuracy of each run is its final one.
+    assert head[:5] == [
         "run, world",
-        "best accuracy",
-        "final accuracy",
+        "accuracy",
         "final f1",
         "final personal accuracy",
         "test loss",
@@ -262,7 +262,7 @@ def test_a_command_repeats_a_run_whose_settings_are_plain(tmp_path: Path) -> Non
     def told(name: str, **config: Any) -> str | None:
         return command(read_run(write_run(tmp_path / name, name, config=config)))
 
-    strategy = {"name": "data-parallel", "batch_size": None, "all_reduce": "ring"}
+    strategy = {"name": "data-parallel", "batch_size": None, "all_reduce": "tree"}
     stop = {"epochs": 20.0, "rounds": None, "target": {"test_accuracy": 0.95}}
     assert told(
         "plain",
@@ -270,7 +270,7 @@ def test_a_command_repeats_a_run_whose_settings_are_plain(tmp_path: Path) -> Non
         stop=stop,
         task={"name": "my tasks.py:task", "options": {"lr": 0.1}},
     ) == (
-        "dure train 'my tasks.py:task' data-parallel --batch-size None --all-reduce ring --lr 0.1 "
+        "dure train 'my tasks.py:task' data-parallel --batch-size None --all-reduce tree --lr 0.1 "
         "--epochs 20 --target test_accuracy=0.95 --workers 2 --seed 0"
     )
     learned = {
@@ -284,7 +284,4 @@ def test_a_command_repeats_a_run_whose_settings_are_plain(tmp_path: Path) -> Non
         "dure train digits single-worker --clip-norm 1 --unfreeze '0.*=3' --validation 0.1 "
         "--weights w.safetensors --patience 3 --workers 2 --seed 0"
     )
-    assert told("nested", strategy={**strategy, "outer": {"lr": 1}}) is None
-    assert told("in-python", task={"name": None}) is None
-    assert told("elsewhere", world={"name": "network"}) is None
     assert told("recorded", command="dure train a b") == "dure train a b"

@@ -27,7 +27,15 @@ from dure.record.spread import Spread, spread
 Group = Sequence[dict[str, Any]]
 """Summaries of runs that differ only in their seed."""
 
-_LEFT_OUT = ("epochs", "peak memory", "simulated in", "shuffle time", "idle (over busy)")
+_LEFT_OUT = (
+    "batch",
+    "steps",
+    "epochs",
+    "peak memory",
+    "simulated in",
+    "shuffle time",
+    "idle (over busy)",
+)
 """Columns of single runs without a table over seeds; report and summary.json have them."""
 
 
@@ -68,20 +76,21 @@ def table_over_seeds(together: Sequence[Group]) -> Table:
     notes = notes_on([summary for group in together for summary in group])
     together = [[one for one in best_and_last(group) if not is_last(one)] for group in together]
     every = [summary for group in together for summary in group]
-    shown = [column for column in columns(every) if column[0] not in _LEFT_OUT]
+    shown = [column for column in columns(every) if column.heading not in _LEFT_OUT]
     metrics = {name.replace("_", " ") for summary in every for name in summary["best"]}
     result = Table(box=None, pad_edge=False, header_style="dim")
     result.add_column("system")
     result.add_column("seeds", justify="right")
-    for heading, *_ in shown:
-        result.add_column(heading, justify="right")
+    for column in shown:
+        result.add_column(column.heading, justify="right")
     best = [_best(column, together) for column in shown]
     for group in together:
         cells = []
         for column, top in zip(shown, best, strict=True):
-            found = _spread(group, column[1])
-            text = _written(found, column[2], column[0] in metrics)
-            is_best = found is not None and found.mean == top and competes(group[0], column[0])
+            found = _spread(group, column.value)
+            text = _written(found, column.text, column.heading in metrics)
+            competing = competes(group[0], column.heading)
+            is_best = found is not None and found.mean == top and competing
             cells.append(f"[bold]{escape(text)}[/bold]" if is_best else escape(text))
         # Without the step of the best model, which differs from run to run.
         label = str(group[0].get("system", group[0]["label"]))
@@ -95,12 +104,12 @@ def _spread(group: Group, value: Callable[[dict[str, Any]], float | None]) -> Sp
 
 def _best(column: SummaryColumn, together: Sequence[Group]) -> float | None:
     """Return the best mean of a column; None without differing means to compare."""
-    heading, value, _, lower = column
-    spreads = [_spread(group, value) for group in together if competes(group[0], heading)]
+    competing = (group for group in together if competes(group[0], column.heading))
+    spreads = [_spread(group, column.value) for group in competing]
     means = [one.mean for one in spreads if one is not None]
-    if lower is None or len(set(means)) < 2:
+    if column.lower is None or len(set(means)) < 2:
         return None
-    return min(means) if lower else max(means)
+    return min(means) if column.lower else max(means)
 
 
 def _written(found: Spread | None, text: Callable[[float], str], interval: bool) -> str:

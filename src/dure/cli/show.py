@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -24,7 +24,9 @@ from dure.contracts.stop import Stop
 from dure.peer_text import printable
 from dure.record import idleness
 from dure.record.history import is_spread, lower_is_better
-from dure.report.formatting import duration
+from dure.record.largest_sender import largest_sender
+from dure.record.training_amount import TrainingAmount, unlike
+from dure.report.formatting import UNKNOWN, count, duration
 from dure.run.progress import facts, fraction_done
 
 PLAIN_SECONDS = 2.0
@@ -210,13 +212,30 @@ def notes_on(summaries: Sequence[dict[str, Any]]) -> list[str]:
     if known:
         told = ", ".join(f"{accuracy:.4f}" for accuracy in known)
         notes.append(f"majority class: test accuracy {told} without learning")
-    return notes
+    differs = unlike([(one["label"], _amount(one)) for one in summaries])
+    return notes if differs is None else [differs, *notes]
 
 
-SummaryColumn = tuple[
-    str, Callable[[dict[str, Any]], float | None], Callable[[float], str], bool | None
-]
-"""Heading, value, text, and whether a lower value is better; None if no value is better."""
+def _no_suffix(summary: dict[str, Any]) -> str:
+    return ""
+
+
+class SummaryColumn(NamedTuple):
+    """A column of the table of summaries.
+
+    Args:
+        heading: heading.
+        value: function from a summary to its number; None if the number is unknown.
+        text: function from a number to its text.
+        lower: whether a lower value is better; None if no value is better.
+        suffix: function from a summary to a further text of its cell.
+    """
+
+    heading: str
+    value: Callable[[dict[str, Any]], float | None]
+    text: Callable[[float], str]
+    lower: bool | None
+    suffix: Callable[[dict[str, Any]], str] = _no_suffix
 
 
 def _number(name: str, summary: dict[str, Any]) -> float | None:
@@ -245,12 +264,12 @@ def _clocks(summaries: Sequence[dict[str, Any]]) -> list[SummaryColumn]:
     def simulating(summary: dict[str, Any]) -> float | None:
         return None if _virtual(summary) is None else summary["seconds"]
 
-    clocks: list[SummaryColumn] = [
-        ("time", real, duration, True),
-        ("virtual time", _virtual, duration, True),
-        ("simulated in", simulating, duration, None),
+    clocks = [
+        SummaryColumn("time", real, duration, True),
+        SummaryColumn("virtual time", _virtual, duration, True),
+        SummaryColumn("simulated in", simulating, duration, None),
     ]
-    return [column for column in clocks if any(column[1](one) is not None for one in summaries)]
+    return [column for column in clocks if any(column.value(one) is not None for one in summaries)]
 
 
 def _shuffle(summaries: Sequence[dict[str, Any]]) -> list[SummaryColumn]:
@@ -262,9 +281,24 @@ def _shuffle(summaries: Sequence[dict[str, Any]]) -> list[SummaryColumn]:
         return lambda summary: summary.get(key, 0) / summary.get("workers", 1)
 
     return [
-        ("shuffled per worker", mean("shuffle_bytes"), human_bytes, None),
-        ("shuffle time", mean("shuffle_seconds"), duration, None),
+        SummaryColumn("shuffled per worker", mean("shuffle_bytes"), human_bytes, None),
+        SummaryColumn("shuffle time", mean("shuffle_seconds"), duration, None),
     ]
+
+
+def _amount(summary: dict[str, Any]) -> TrainingAmount:
+    """Return the amount of training; all unknown for a run of an older dure."""
+    return TrainingAmount(**summary.get("training_amount", {}))
+
+
+def _of_copies(summary: dict[str, Any]) -> str:
+    return "local" if _amount(summary).local else ""
+
+
+def _most_sent(summary: dict[str, Any]) -> str:
+    """Return the worker that has sent the most, if it has sent more than the mean."""
+    most = largest_sender(summary.get("per_worker", ()), summary["bytes_sent_per_worker"])
+    return "" if most is None else f"({printable(most.name)}: {human_bytes(most.nbytes)})"
 
 
 def _reached(name: str, summary: dict[str, Any]) -> float | None:
@@ -288,8 +322,8 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[SummaryColumn]:
     ]
     # Rising metrics, such as accuracies, come first; the sort is stable for the rest.
     metrics.sort(key=lower_is_better)
-    result: list[SummaryColumn] = [
-        (
+    result = [
+        SummaryColumn(
             name.replace("_", " "),
             partial(_number, name),
             lambda v: f"{v:.4f}",
@@ -298,21 +332,29 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[SummaryColumn]:
         for name in metrics
     ]
     if any(_epsilon(summary) is not None for summary in summaries):
-        result.append(("epsilon", _epsilon, lambda v: f"{v:.4g}", True))
+        result.append(SummaryColumn("epsilon", _epsilon, lambda v: f"{v:.4g}", True))
+    # Settings, of which none is best.
+    settings = [
+        SummaryColumn("batch", lambda s: _amount(s).batch, count, None, _of_copies),
+        SummaryColumn("steps", lambda s: _amount(s).steps, count, None),
+    ]
     result += [
-        ("epochs", lambda s: s["epochs"], lambda v: f"{v:.3g}", True),
+        *(one for one in settings if any(one.value(s) is not None for s in summaries)),
+        SummaryColumn("epochs", lambda s: s["epochs"], lambda v: f"{v:.3g}", True),
         *_clocks(summaries),
-        ("sent per worker", lambda s: s["bytes_sent_per_worker"], human_bytes, True),
+        SummaryColumn(
+            "sent per worker", lambda s: s["bytes_sent_per_worker"], human_bytes, True, _most_sent
+        ),
         *_shuffle(summaries),
-        ("peak memory", lambda s: s["peak_memory"], human_bytes, True),
+        SummaryColumn("peak memory", lambda s: s["peak_memory"], human_bytes, True),
         # No best value: a slower computation is less idle.
-        ("idle (over busy)", lambda s: s.get("idle_share"), idleness.written, None),
+        SummaryColumn("idle (over busy)", lambda s: s.get("idle_share"), idleness.written, None),
     ]
     targets = list(dict.fromkeys(name for summary in summaries for name in summary["to_target"]))
     for name in targets:
         goal = next(s["to_target"][name]["target"] for s in summaries if name in s["to_target"])
         title = f"until {name.replace('_', ' ')} {goal:g}"
-        result.append((title, partial(_reached, name), lambda v: f"{v:.1f}", True))
+        result.append(SummaryColumn(title, partial(_reached, name), lambda v: f"{v:.1f}", True))
     return result
 
 
@@ -339,7 +381,7 @@ def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -
     ) < NAMES_WIDTH:
         if len(shown) < 2:
             break
-        left_out.append(shown.pop(_least(shown))[0])
+        left_out.append(shown.pop(_least(shown)).heading)
     result = _table(summaries, shown, room)
     if left_out:
         names = ", ".join(reversed(left_out))
@@ -357,36 +399,66 @@ def with_notes(result: Table, notes: Sequence[str]) -> Table:
 
 def _width(column: SummaryColumn, summaries: Sequence[dict[str, Any]]) -> int:
     """Return the width that a column of numbers needs."""
-    heading, value, text, _ = column
-    cells = [text(number) for number in map(value, summaries) if number is not None]
-    return max(map(len, [*heading.split(), *cells]))
+    cells = [_cell(column, one, "\n") for one in summaries]
+    lines = [line for cell in cells for line in cell.splitlines()]
+    return max(map(len, [*column.heading.split(), *lines]))
 
 
-_NO_METRICS = ("epsilon", "epochs", "time", "virtual time", "sent per worker")
+def _cell(column: SummaryColumn, summary: dict[str, Any], between: str = " ") -> str:
+    """Return the text of a cell. between: separates the number from its suffix."""
+    found = column.value(summary)
+    if found is None:
+        return UNKNOWN
+    return between.join(filter(None, [column.text(found), column.suffix(summary)]))
+
+
+_NO_METRICS = (
+    "epsilon",
+    "batch",
+    "steps",
+    "epochs",
+    "time",
+    "virtual time",
+    "simulated in",
+    "sent per worker",
+    "shuffled per worker",
+    "shuffle time",
+    "peak memory",
+    "idle (over busy)",
+)
+
+
+_DETAILS = (
+    "idle (over busy)",
+    "simulated in",
+    "shuffle time",
+    "shuffled per worker",
+)
+"""Columns that are left out first, in this order."""
 
 
 def _least(shown: Sequence[SummaryColumn]) -> int:
     """Return the index of the column to leave out first.
 
-    The order: idle time, memory, real time of simulations, shuffling, the last metric of clients,
-    the last metric of the model except for the first, epochs, bytes.
+    The order: idle time, real time of simulations, shuffling, the last metric of clients, memory,
+    the last metric of the model except for the first, steps, batch, epochs, bytes.
     """
-    names = [heading for heading, *_ in shown]
-    for name in (
-        "idle (over busy)",
-        "peak memory",
-        "simulated in",
-        "shuffle time",
-        "shuffled per worker",
-    ):
-        if name in names:
-            return names.index(name)
+    names = [column.heading for column in shown]
     metrics = [
         place for place, name in enumerate(names) if name not in _NO_METRICS and name[:5] != "until"
     ]
-    of_clients = [place for place in metrics if not names[place].startswith("test ")]
-    last = [names.index(name) for name in ("sent per worker", "epochs") if name in names]
-    return (of_clients or metrics[1:] or last or [len(names) - 1])[-1]
+    of_clients = [names[place] for place in metrics if not names[place].startswith("test ")]
+    order = [
+        *_DETAILS,
+        *reversed(of_clients),
+        "peak memory",
+        *(names[place] for place in reversed(metrics[1:])),
+        "steps",
+        "batch",
+        "epochs",
+        "sent per worker",
+    ]
+    return next((names.index(name) for name in order if name in names), len(names) - 1)
 
 
 def _table(
@@ -411,24 +483,26 @@ def _table(
     result.add_column("in", style="dim", width=where)
     for column in shown:
         result.add_column(
-            column[0], justify="right", width=None if room is None else _width(column, summaries)
+            column.heading,
+            justify="right",
+            width=None if room is None else _width(column, summaries),
         )
     best: list[float | None] = []
-    for heading, value, _, lower in shown:
-        competing = (one for one in summaries if competes(one, heading))
-        present = [v for v in map(value, competing) if v is not None]
+    for column in shown:
+        competing = (one for one in summaries if competes(one, column.heading))
+        present = [v for v in map(column.value, competing) if v is not None]
         # Equal values have no best.
-        compares = lower is not None and len(set(present)) > 1
-        best.append((min if lower else max)(present) if compares else None)
+        compares = column.lower is not None and len(set(present)) > 1
+        best.append((min if column.lower else max)(present) if compares else None)
     for summary in summaries:
         cells = []
-        for (heading, value, text, _), top in zip(shown, best, strict=True):
-            found = value(summary)
-            written = "–" if found is None else text(found)
+        for column, top in zip(shown, best, strict=True):
+            found = column.value(summary)
+            written = escape(_cell(column, summary, " " if room is None else "\n"))
             # The cost of a run is shown in the row of its best model.
-            if is_last(summary) and not _is_metric(heading, summary):
+            if is_last(summary) and not _is_metric(column.heading, summary):
                 written = ""
-            marked = found is not None and found == top and competes(summary, heading)
+            marked = found is not None and found == top and competes(summary, column.heading)
             cells.append(f"[bold]{written}[/bold]" if marked else written)
         result.add_row(
             escape(printable(summary["label"])), escape(printable(_place(summary))), *cells

@@ -21,7 +21,12 @@ def over_busy(share: float | None) -> float | None:
 
 def written(share: float | None) -> str:
     """Return both forms as text, as in tables: 50 % (1.00)."""
-    if share is None:
-        return "–"
+    return "–" if share is None else f"{100 * share:.0f} % ({written_ratio(share)})"
+
+
+def written_ratio(share: float | None) -> str:
+    """Return idle over busy time as text, 1.00 for a share of 50 %."""
     over = over_busy(share)
-    return f"{100 * share:.0f} % ({'∞' if over is None else f'{over:.2f}'})"
+    if over is not None:
+        return f"{over:.2f}"
+    return "–" if share is None else "∞"

@@ -63,6 +63,18 @@ const common = (() => {
       `<path d="${shapes[look.symbol]}" fill="${look.color}"/>`;
   };
 
+  const symbol = (element, look) => {
+    element.innerHTML = `<path d="${shapes[look.symbol]}" fill="${look.color}"/>`;
+  };
+
+  // Short texts for the labels of an axis.
+  const short = (value) => `${Number(value.toPrecision(2))}`;
+  const bytes = (value) => {
+    const power = Math.min(4, Math.max(0, Math.floor(Math.log10(value) / 3)));
+    return `${short(value / 1000 ** power)} ${["B", "kB", "MB", "GB", "TB"][power]}`;
+  };
+  const seconds = (value) => (value < 1 ? `${short(value * 1000)} ms` : `${short(value)} s`);
+
   // The first charts at once; each of the others after the browser has shown what there is. `now`: all of them at once,
   // as for paper. Another call, such as for another theme, begins anew.
   let newest = 0;
@@ -112,5 +124,5 @@ const common = (() => {
       drawAll();
     });
   };
-  return { body, fail, $, data, touch, plain, axis, draw, mark, drawEach, root, onTheme, redraw };
+  return { body, fail, $, data, touch, plain, axis, draw, mark, symbol, bytes, seconds, drawEach, root, onTheme, redraw };
 })();

@@ -1,4 +1,9 @@
-"""Settings in which the runs of a report differ: a row a run, a column a setting."""
+"""Settings in which comparable runs of a report differ: a row a run, a column a setting.
+
+A setting is compared between the runs that have it. A setting that only some systems have, with the
+same value in all of them, tells systems apart and not runs: it is in a second, folded table, with
+the settings beyond the most columns of the first.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dure.report.document import section
-from dure.report.formatting import UNKNOWN, count, escape
+from dure.report.formatting import UNKNOWN, count, escape, plural
 from dure.report.html_fragments import swatch
 from dure.report.repeat_command import setting_text
 from dure.report.runs import ReportedRun
@@ -21,26 +26,47 @@ _MOST = 24
 def differences(runs: Sequence[ReportedRun]) -> str:
     """Return the section; empty if the runs do not differ."""
     settings = [_flat(run.config) for run in runs]
-    columns = _differing(settings)
-    if not columns:
+    differing, partial = _differing(settings)
+    shown, folded = differing[:_MOST], [*differing[_MOST:], *partial]
+    if not shown and not folded:
         return ""
-    shown = columns[:_MOST]
-    heads = "".join(f'<th scope="col" class="text">{escape(_named(name))}</th>' for name in shown)
+    same = {name for own in settings for name in own} - set(differing) - set(partial)
+    lead = (
+        "Settings that differ between runs whose systems both have them; "
+        f"{plural(len(same), 'other')} are the same in all runs that have them."
+    )
+    body = _table(runs, settings, shown, "differences") if shown else ""
+    if folded:
+        heading = f"{plural(len(folded), 'more setting')} that only some systems have"
+        if len(differing) > _MOST:
+            heading = plural(len(folded), "more setting")
+        inner = _table(runs, settings, folded[:_MOST], "differences-folded")
+        if len(folded) > _MOST:
+            inner += f'<p class="aside">The first {_MOST} of {count(len(folded))} are shown.</p>'
+        body += f'<details class="more"><summary>{heading}</summary>{inner}</details>'
+    return section("differences", "What differs", lead, body)
+
+
+def _table(
+    runs: Sequence[ReportedRun],
+    settings: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    label: str,
+) -> str:
+    """Return a table of settings, without the runs that have none of them."""
+    heads = "".join(f'<th scope="col" class="text">{escape(_named(name))}</th>' for name in names)
     rows = ""
     for place, (run, own) in enumerate(zip(runs, settings, strict=True)):
+        if not any(name in own for name in names):
+            continue
         who = f"<div>{swatch(place)}<span>{escape(run.label)}</span></div>"
-        cells = "".join(f'<td class="text">{_written(own, name)}</td>' for name in shown)
+        cells = "".join(f'<td class="text">{_written(own, name)}</td>' for name in names)
         rows += f'<tr><th scope="row">{who}</th>{cells}</tr>'
-    body = (
-        '<div class="scroll" role="region" aria-labelledby="differences" tabindex="0"><table>'
+    return (
+        f'<div class="scroll" role="region" aria-label="{label}" tabindex="0"><table>'
         f'<thead><tr><th scope="col">run</th>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
-    same = {name for own in settings for name in own} - set(columns)
-    lead = f"Settings in which the runs differ; {count(len(same))} others are the same in all."
-    if len(shown) < len(columns):
-        lead += f" The first {len(shown)} of {len(columns)} are shown."
-    return section("differences", "What differs", lead, body)
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,18 +82,46 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of settings that differ between runs, or are missing in some."""
+def _differing(settings: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """Return (settings that differ between runs that have them, others that only some runs have).
+
+    A setting of a world is compared between runs in worlds of the same kind.
+    """
     names = dict.fromkeys(name for own in settings for name in own)
-    return [name for name in names if len({_text(own, name) for own in settings}) > 1]
+    differing: list[str] = []
+    partial: list[str] = []
+    for name in names:
+        having = [own for own in settings if name in own]
+        values: dict[str | None, set[str | None]] = {}
+        for own in having:
+            of_world = name.startswith("world.") and name != "world.name"
+            kind = _text(own, "world.name") if of_world else None
+            values.setdefault(kind, set()).add(_compared(own, name))
+        if any(len(found) > 1 for found in values.values()):
+            differing.append(name)
+        elif len(having) < len(settings):
+            partial.append(name)
+    return differing, partial
+
+
+_OFF = (None, "none", "false", "[]", "")
+"""Texts of a setting that is not set, which systems write in several ways."""
+
+
+def _compared(own: Mapping[str, Any], name: str) -> str | None:
+    """Return the text to compare; None for a setting that is not set."""
+    text = _text(own, name)
+    return None if text in _OFF else text
 
 
 def _text(own: Mapping[str, Any], name: str) -> str | None:
-    """Return the text to compare; None for null, which counts as not set."""
+    """Return the text of a setting; None for null."""
     return setting_text(own.get(name))
 
 
 def _written(own: Mapping[str, Any], name: str) -> str:
+    if name not in own:
+        return ""
     text = _text(own, name)
     return UNKNOWN if text is None else escape(text)
 

@@ -33,8 +33,9 @@ def bar(worker: WorkerTime, full: float) -> str:
 
 def percents(worker: WorkerTime) -> str:
     """Return the shares of computing, sending and waiting, in percent."""
-    shares = [worker.compute, worker.communication, worker.idle]
-    return " / ".join(f"{100 * value / worker.total:.0f}" for value in shares) + " %"
+    busy = (value / worker.total for value in (worker.compute, worker.communication))
+    shares = [*busy, worker.idle_share or 0.0]
+    return " / ".join(f"{100 * share:.0f}" for share in shares) + " %"
 
 
 def legend(categories: Sequence[str]) -> str:

@@ -33,6 +33,62 @@
 
   const charts = [];
 
+  // The overview: a point a run, families by colour and marker. On a logarithmic axis, zero has a place left of the
+  // smallest value.
+  const roundTicks = (low, high) => {
+    const inside = (digits) => {
+      const found = [];
+      for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += 1)
+        for (const digit of digits) found.push(digit * 10 ** power);
+      return found.filter((v) => v >= low * 0.8 && v <= high * 1.25);
+    };
+    const whole = inside([1]);
+    const known = whole.length > 1 ? whole : inside([1, 2, 5]);
+    return known.filter((_, i) => i % Math.ceil(known.length / 4) === 0);
+  };
+  const unit = (key, value) => (key === "bytes" || key === "memory" ? common.bytes(value) : common.seconds(value));
+  for (const element of document.querySelectorAll("[data-overview]")) {
+    const { families, share, metric, range } = data.overview;
+    const { points, log, key } = data.overview.charts[element.dataset.overview];
+    const overview = () => {
+      const known = points.map((point) => point.x).filter((x) => x > 0);
+      const [low, high] = [Math.min(...known), Math.max(...known)];
+      const zero = low / 4;
+      const place = (x) => (log && x === 0 ? zero : x);
+      const shown = points.filter((point) => tools.named.has(point.run));
+      // Points at the same place are seen as one: its text names all of them.
+      const texts = new Map();
+      for (const point of shown) {
+        const where = `${point.x.toPrecision(2)} ${point.y.toPrecision(3)}`;
+        texts.set(where, [...(texts.get(where) || []), point.text]);
+      }
+      const traces = families.map((family, number) => {
+        const own = shown.filter((point) => point.family === number);
+        return {
+          type: "scatter", mode: "markers", name: family.name, x: own.map((point) => place(point.x)), y: own.map((point) => point.y),
+          customdata: own.map((point) => [...new Set([point.text, ...texts.get(`${point.x.toPrecision(2)} ${point.y.toPrecision(3)}`)])].slice(0, 6).join("<br><br>")),
+          marker: { color: family.color, size: 10, opacity: 0.85, symbol: own.map((point) => family.symbol + (point.open ? "-open" : "")), line: { width: 1, color: family.color } },
+          hovertemplate: "%{customdata}<extra></extra>",
+        };
+      }).filter((trace) => trace.x.length);
+      const zeros = log && points.some((point) => point.x === 0);
+      const named = log ? roundTicks(low, high) : [];
+      const across = log
+        ? { type: "log", tickvals: [...(zeros ? [zero] : []), ...named], ticktext: [...(zeros ? ["0"] : []), ...named.map((v) => unit(key, v))],
+            tickangle: 0, range: [Math.log10((zeros ? zero : low) / 1.6), Math.log10(high * 1.6)] }
+        : { ...(low > 0.5 * high ? {} : { rangemode: "tozero" }), nticks: 5, ...(key === "bytes" || key === "memory" ? { tickformat: "~s", ticksuffix: "B" } : { ticksuffix: " s" }) };
+      draw(element, traces, {
+        height: 240, margin: { l: 4, r: 8, t: 8, b: 4 },
+        xaxis: axis(across),
+        yaxis: axis({ nticks: 6, range, ...(share ? { tickformat: ".0%" } : {}) }),
+      });
+      element.setAttribute("aria-label", `${metric}, ${shown.length} runs`);
+    };
+    tools.onNames.push(overview);
+    charts.push(overview);
+  }
+  for (const one of document.querySelectorAll("[data-family]")) common.symbol(one, data.overview.families[one.dataset.family]);
+
   if (data.curves) {
     const { axes, metrics, series } = data.curves;
     const hidden = new Set();

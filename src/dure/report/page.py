@@ -16,6 +16,7 @@ from dure.report.federated_figures import figures
 from dure.report.formatting import count, duration, escape, size
 from dure.report.html_fragments import bar, legend, percents, swatch
 from dure.report.json_values import mapping, number
+from dure.report.overview import overview, overview_section
 from dure.report.pipeline import pipelines
 from dure.report.prediction_tables import answers
 from dure.report.prediction_tables import figures as figures_of_answers
@@ -31,7 +32,7 @@ from dure.report.servers import parameter_servers
 from dure.report.split import divided_models
 from dure.report.split_figures import figures as figures_of_split
 from dure.report.split_leakage import split_leakage_section
-from dure.report.table import table
+from dure.report.table import filter_field, table
 from dure.report.update_leakage import update_leaks
 
 _BARS = 6
@@ -76,8 +77,12 @@ def content(runs: ReportedRuns, title: str) -> tuple[list[str], dict[str, Any]]:
     # Empty figures are missing here, and then have no place in the page either.
     drawn = figures(runs.runs) | figures_of_servers(runs.runs) | figures_of_split(runs.runs)
     drawn |= figures_of_privacy(runs.runs)
+    compared = overview(runs.runs)
+    # The filter is in the first section about several runs.
+    controls = filter_field(runs.runs)
     data = {
         "runs": [{"label": run.label, **charts.style(i)} for i, run in enumerate(runs.runs)],
+        "overview": compared,
         "curves": curves,
         "timelines": timelines,
         "partitions": partitions,
@@ -87,10 +92,11 @@ def content(runs: ReportedRuns, title: str) -> tuple[list[str], dict[str, Any]]:
     }
     sections = [
         _header(runs, title),
-        table(runs),
+        overview_section(runs.runs, compared, controls),
+        _curves(runs.runs) if curves else "",
+        table(runs, "" if compared else controls),
         over_seeds(runs.runs),
         differences(runs.runs),
-        _curves(runs.runs) if curves else "",
         answers(runs.runs),
         _time_bars(runs.runs),
         pipelines(runs.runs),
@@ -356,13 +362,17 @@ def _footer(runs: Sequence[ReportedRun]) -> str:
     versions = "; ".join(dict.fromkeys(filter(None, map(_versions, runs)))) or "unknown"
     return (
         "<footer><h2>What the words mean</h2>"
-        "<p><b>Epochs</b> are examples trained on, by all workers together, over training "
+        "<p><b>Batch</b> is the number of examples of a step of the optimizer; local steps are "
+        "made on copies of the model that are combined later. <b>Steps</b> are steps of the "
+        "optimizer, one after the other: steps on copies at the same time count once. "
+        "<b>Epochs</b> are examples trained on, by all workers together, over training "
         "examples. <b>Time</b> is training wall time; evaluation and checkpoints are left out. "
         "<b>Compute</b> is forward, backward and update, <b>communication</b> is time in "
         "transfers, <b>idle</b> is waiting for the slowest peer to arrive: as a share of the time "
         "of all workers, and over the time in which they compute or transfer. <b>Bytes sent</b> "
         "are payload bytes handed to the network or its simulation; per worker means the mean over "
-        "ranks, or over all clients of a federation. 1 MB is 10<sup>6</sup> bytes. <b>Peak "
+        "ranks, or over all clients of a federation; a worker, master or server that sent more "
+        "than the mean is named. 1 MB is 10<sup>6</sup> bytes. <b>Peak "
         "memory</b> is the largest process’s. <b>Best</b> is the model that a validation set "
         "has chosen, or else the best evaluation, <b>final</b> the last. <b>To a target</b> counts "
         "steps or rounds on the best-so-far curve, interpolated "

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import RunFolderError
+from dure.record.largest_sender import largest_sender
 from dure.record.live_status import NOW
 from dure.record.settings import LINEAGE, alteration_note, without_sums
+from dure.record.training_amount import training_amount
 from dure.record.untrusted_files import contents
 from dure.report.facts import (
     divided_of,
@@ -212,8 +214,12 @@ def _result(
         said = number(summary.get(key))
         return otherwise if said is None else said
 
+    unit = text_of(summary.get("unit")) or _unit(config)
+    sent = told("bytes_sent_per_worker", _bytes_each(config, evaluated))
+    # The newest line has the numbers of a run without a summary.
+    newest_numbers = {"numbers": newest.metrics, "steps": newest.step, "epochs": newest.epoch}
     return RunResult(
-        unit=text_of(summary.get("unit")) or _unit(config),
+        unit=unit,
         world=text_of(summary.get("world")),
         ended=text_of(summary.get("ended")),
         steps=told("steps", None if newest is _NOTHING else newest.step),
@@ -222,7 +228,7 @@ def _result(
         final=final,
         best=best,
         train_loss=told("train_loss", newest.loss),
-        bytes_per_worker=told("bytes_sent_per_worker", _bytes_each(config, evaluated)),
+        bytes_per_worker=sent,
         peak_memory=told("peak_memory", evaluated.peak_memory),
         everyone=everyone,
         workers=busy or ([everyone] if everyone else []),
@@ -231,6 +237,10 @@ def _result(
         chosen=_chosen(summary),
         mean_of=text_of(summary.get("mean_of")),
         baseline=numbers(mapping(summary.get("baseline"))),
+        amount=training_amount(config, {**newest_numbers, **summary, "unit": unit}),
+        largest_sender=largest_sender(
+            [raw for raw in listing(summary.get("per_worker")) if isinstance(raw, dict)], sent
+        ),
     )
 
 

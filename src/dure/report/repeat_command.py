@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from dure.report.default_settings import COUNTS_OWN_RANKS, MESH_AXES, defaults_of
 from dure.report.html_fragments import world
-from dure.report.json_values import mapping, text_of
+from dure.report.json_values import mapping, number, text_of
 from dure.report.runs import ReportedRun
 
 
@@ -16,117 +17,160 @@ def command(run: ReportedRun) -> str | None:
     """Return the shell command that repeats a run; None if flags cannot express its settings.
 
     A `command` in config.json is returned unchanged. Otherwise the run needs a named task, a
-    strategy whose fields are numbers, words or null, and a world of processes or a simulated world.
-    Defaults are left out.
+    strategy that can be found by name, and a world of processes, threads or simulated clients.
+    Defaults are left out. A bool of a class or task of the user has no flag here, since the name of
+    the flag depends on a default that is not known.
     """
     given = text_of(run.config.get("command"))
     if given is not None:
         return given
     task = mapping(run.config.get("task"))
     strategy = mapping(run.config.get("strategy"))
-    place = mapping(run.config.get("world"))
-    # The name of a user's own strategy is its reference.
+    # The name of a user's own strategy or world is its reference.
     system = strategy.get("from", strategy.get("name"))
     names = [text_of(task.get("name")), text_of(system)]
-    workers = place.get("ranks" if place.get("name") == "processes" else "threads")
-    # For a torchrun job, or a user's own world, the flags are not known here.
-    if None in names or (workers is None and place.get("name") != "simulated"):
+    place = _place(mapping(run.config.get("world")), strategy)
+    if None in names or place is None:
         return None
-    flags = _fields(strategy)
-    flags |= mapping(task.get("options"))
-    flags |= _learning(task)
-    # All fields and options, since the folder does not say which were set. Of limits and world,
-    # only differences from the defaults.
-    flags |= {key: value for key, value in _asked(run, workers).items() if value is not None}
-    words = ["dure", "train", *map(str, names)]
-    for key, value in flags.items():
-        values = value if isinstance(value, list) else [value]
-        # A bool is a bare flag whose name depends on the default, which is not known here.
-        if any(isinstance(one, (bool, dict, list)) for one in values):
-            return None
-        words += [f"--{key.replace('_', '-')}", *(setting_text(one) or "None" for one in values)]
-    return shlex.join(words)
+    options = mapping(task.get("options"))
+    try:
+        words = [
+            *_flags(_fields(strategy), defaults_of("systems", system), options),
+            *_flags(options, defaults_of("tasks", names[0])),
+            *_flags(_learning(task)),
+            *_flags(_limits(run)),
+            *place,
+            *_flags({"seed": run.config.get("seed")}),
+        ]
+    except _NoFlag:
+        return None
+    return shlex.join(["dure", "train", *map(str, names), *words])
+
+
+class _NoFlag(Exception):  # noqa: N818, it is no error
+    """Raised for a value that no flag expresses."""
+
+
+def _flags(
+    values: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Return the words of the flags whose values differ from the defaults.
+
+    Args:
+        values: settings by name; without `defaults`, None is a flag that was not set.
+        defaults: defaults by name; a setting without a default is always written.
+        options: options of the task, whose names can be those of the axes of a mesh.
+
+    Raises:
+        _NoFlag: if no flag expresses a value.
+    """
+    words: list[str] = []
+    for name, value in values.items():
+        known = defaults or {}
+        if (defaults is None and value is None) or (name in known and known[name] == value):
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            # A bool is a bare flag, which negates the default.
+            if name not in known:
+                raise _NoFlag
+            words.append(flag if value else f"--no-{name.replace('_', '-')}")
+        elif name == "mesh" and isinstance(value, dict):
+            words += _mesh(value, options or {})
+        else:
+            words += [flag, *_texts(value)]
+    return words
+
+
+def _texts(value: object) -> list[str]:
+    """Return the words behind a flag. Raises _NoFlag if there are none."""
+    values = value if isinstance(value, list) else [value]
+    if not values or any(isinstance(one, (bool, dict, list)) for one in values) or value == _LOST:
+        raise _NoFlag
+    return [setting_text(one) or "None" for one in values]
+
+
+_LOST = "(no message)"
+"""Text in config.json for a setting that was made in Python and has no text."""
+
+
+def _mesh(degrees: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Return the flags of the axes with a degree above 1.
+
+    The flags have a prefix if the task has an option of the same name.
+    """
+    prefix = "mesh." if set(MESH_AXES) & set(options) else ""
+    known = {axis: number(degrees.get(axis)) for axis in MESH_AXES}
+    return [
+        word
+        for axis, degree in known.items()
+        if degree is not None and degree > 1
+        for word in (f"--{prefix}{axis}", f"{degree:.0f}")
+    ]
 
 
 def _learning(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of the task's learning options."""
+    """Return the flags of the task's learning options; None for a flag that was not set."""
     learning = dict(mapping(task.get("learning")))
     unfrozen = mapping(learning.pop("unfreeze", None))
-    told = {
+    return {
         **learning,
         "unfreeze": [f"{name}={step}" for name, step in unfrozen.items()] or None,
         "validation": task.get("validation"),
         "weights": task.get("weights_from"),
     }
-    return {name: value for name, value in told.items() if value is not None}
 
 
-def _asked(run: ReportedRun, workers: object) -> dict[str, Any]:
-    """Return the flags of limits, world, seed and evaluation; None for a flag that was not set."""
-    place = mapping(run.config.get("world"))
+def _limits(run: ReportedRun) -> dict[str, Any]:
+    """Return the flags of limits and evaluation; None for a flag that was not set."""
     stop = mapping(run.config.get("stop"))
     goals = [f"{metric}={goal}" for metric, goal in mapping(stop.get("target")).items()]
     return {
         **stop,
         "min_delta": stop.get("min_delta") or None,
-        "workers": workers,
-        **_of_threads(place),
-        **_conditions(place),
-        "seed": run.config.get("seed"),
-        "evaluate_every": run.config.get("evaluate_every"),
         "target": goals or None,
+        "evaluate_every": run.config.get("evaluate_every"),
     }
 
 
-USUAL = {
-    "processes": {"deadline": "60.0", "backend": "dure"},
-    "simulated": {
-        "devices": "equal:100.0",
-        "availability": "always",
-        "arrival": "still",
-        "drop_out": "0.0",
-        "attack": "none",
-        "attackers": "0.0",
-        "attackers_change": "False",
-        "engine": "auto",
-        "processes": "None",
-        "server_mbit": "inf",
-        "server_examples_per_second": "inf",
-        "energy": "none",
-        "transfer_budget": "None",
-        "keep_updates": "0",
-        "deadline": "60.0",
-    },
-}
-"""Defaults of worlds, in the form of config.json.
+def _place(world: Mapping[str, Any], strategy: Mapping[str, Any]) -> list[str] | None:
+    """Return the flags of the world; None for a world without flags.
 
-The report works without torch, and so without the classes of the worlds.
-"""
-
-
-def _conditions(place: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a processes or simulated world that differ from the defaults."""
-    usual = USUAL.get(str(place.get("name")), {})
-    return {
-        name: place[name]
-        for name, value in usual.items()
-        # Compared as texts: numbers, words and null alike.
-        if name in place and str(place[name]) != value
-    }
+    A system that counts its own ranks, or has one worker, has no flag for the number of workers.
+    """
+    name = text_of(world.get("name"))
+    system = strategy.get("name")
+    own = _fields(world)
+    try:
+        if "from" in world:
+            reference = text_of(world["from"])
+            return None if reference is None else ["--world", reference, *_flags(own, {})]
+        if name == "processes":
+            ranks = own.pop("ranks", None)
+            counted = system in COUNTS_OWN_RANKS or (system == "single-worker" and ranks == 1)
+            workers = {} if counted else {"workers": ranks}
+            # Threads are the usual place of some systems that can be processes too.
+            here = {"world": "processes"} if system == "hogwild" else {}
+            return _flags(here | workers) + _flags(own, defaults_of("worlds", name))
+        if name == "threads":
+            devices = own.get("devices")
+            named = isinstance(devices, list) and set(devices) != {"cpu"}
+            given = {"world": None if system == "layers-per-core" else "threads"}
+            given |= {"workers": own.get("threads"), "devices": devices if named else None}
+            return _flags(given)
+        if name == "simulated":
+            here = {"world": "simulated"} if system in COUNTS_OWN_RANKS else {}
+            return _flags(here) + _flags(own, defaults_of("worlds", name))
+    except _NoFlag:
+        return None
+    return None
 
 
-def _of_threads(place: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of a world of threads; `world` is harmless if it is the default."""
-    if place.get("name") != "threads":
-        return {}
-    devices = place.get("devices")
-    named = isinstance(devices, list) and set(devices) != {"cpu"}
-    return {"world": "threads", "devices": devices if named else None}
-
-
-def _fields(strategy: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a strategy, without its name and the reference of its class."""
-    return {key: value for key, value in strategy.items() if key not in ("name", "from")}
+def _fields(encoded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a strategy or world, without its name and the reference of its class."""
+    return {key: value for key, value in encoded.items() if key not in ("name", "from")}
 
 
 def settings(run: ReportedRun) -> str:

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dure.record import idleness
+from dure.record.largest_sender import LargestSender
+from dure.record.training_amount import TrainingAmount
+
 CLOCKS = {"virtual_seconds": "virtual", "wall_seconds": "wall"}
 """Keys of a history for the time on a federation's clock, and the kind of that time."""
 
@@ -46,6 +50,11 @@ class WorkerTime:
     def total(self) -> float:
         """Seconds of all three kinds."""
         return self.compute + self.communication + self.idle
+
+    @property
+    def idle_share(self) -> float | None:
+        """Idle share of all time; None without any time."""
+        return idleness.idle_share(self.compute + self.communication, self.idle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,6 +491,9 @@ class RunResult:
     chosen: BestModel | None = None
     mean_of: str | None = None
     baseline: Mapping[str, float] = field(default_factory=dict)
+    amount: TrainingAmount = field(default_factory=TrainingAmount)
+    largest_sender: LargestSender | None = None
+    """Worker that sent the most, if it sent more than the mean over workers."""
 
     def metric(self, key: str) -> float | None:
         """Return the metric of the best model if one was chosen, else of the last model."""

@@ -85,10 +85,8 @@ def _facts(run: ReportedRun, divided: SplitFacts) -> str:
         said.append("labels stay with the clients")
     everyone = _together(clients)
     if everyone.total:
-        computed, sent, waited = (
-            f"{value / everyone.total:.0%}"
-            for value in (everyone.compute, everyone.communication, everyone.idle)
-        )
+        busy = (value / everyone.total for value in (everyone.compute, everyone.communication))
+        computed, sent, waited = map("{:.0%}".format, [*busy, everyone.idle_share or 0.0])
         said.append(
             f"of their time clients computed {computed}, sent and received {sent} and waited "
             f"{waited}"

@@ -43,6 +43,7 @@ class TableColumn:
         better: 1 if higher is better, -1 if lower is better, 0 for neither.
         finished_only: whether only finished runs can be the best.
         of_model: whether the column measures the model of the run, and not its cost.
+        folds: whether the column is left out if all runs have the same value.
     """
 
     title: str
@@ -51,11 +52,15 @@ class TableColumn:
     better: int = 0
     finished_only: bool = True  # a killed run has sent few bytes: that makes it no winner
     of_model: bool = False
+    folds: bool = True
 
 
-def table(runs: ReportedRuns) -> str:
-    """Return the section with a row for each run, and a row for each run that failed."""
-    columns = _columns(runs.runs)
+def table(runs: ReportedRuns, controls: str = "") -> str:
+    """Return the section with a row for each run, and a row for each run that failed.
+
+    controls: HTML above the table.
+    """
+    columns, same = _folded(_columns(runs.runs), runs.runs)
     # The best of each column over all runs, before any row is written.
     best = [_best(column, runs.runs) for column in columns]
     head = _heading("run, world") + "".join(
@@ -73,10 +78,10 @@ def table(runs: ReportedRuns) -> str:
         for note in (*_about(run), *run.notes):
             notes += f"<li>{escape(run.label)}: {escape(note)}.</li>"
     body = f"<tbody>{rows}</tbody>{_failed(runs.failed, len(columns))}"
-    whole = _FILTER if len(runs.runs) > 1 else ""
+    whole = controls + same
     whole += (
-        '<div class="scroll" role="region" aria-labelledby="runs" tabindex="0">'
-        f'<table id="table"><thead><tr>{head}</tr></thead>{body}</table></div>'
+        '<div class="full"><div class="scroll" role="region" aria-labelledby="runs" tabindex="0">'
+        f'<table id="table"><thead><tr>{head}</tr></thead>{body}</table></div></div>'
     )
     if notes:
         whole += f'<ul class="notes">{notes}</ul>'
@@ -87,6 +92,29 @@ def table(runs: ReportedRuns) -> str:
             "that ended."
         )
     return section("runs", "Runs", lead, whole)
+
+
+def _folded(
+    columns: Sequence[TableColumn], runs: Sequence[ReportedRun]
+) -> tuple[list[TableColumn], str]:
+    """Return (columns that differ or are always shown, a line on the others).
+
+    A column without any known value is left out.
+    """
+    if len(runs) < 2:
+        return list(columns), ""
+    shown: list[TableColumn] = []
+    same: list[tuple[str, str]] = []
+    for column in columns:
+        cells = {column.html(run) for run in runs}
+        if not column.folds or len(cells) > 1:
+            shown.append(column)
+        elif cells != {UNKNOWN}:
+            same.append((column.title, cells.pop()))
+    if not same:
+        return shown, ""
+    facts = "".join(f"<span>{escape(title)} <b>{cell}</b></span>" for title, cell in same)
+    return shown, f'<p class="same">The same in all runs: {facts}</p>'
 
 
 def _about(run: ReportedRun) -> list[str]:
@@ -122,11 +150,14 @@ def _baseline(runs: Sequence[ReportedRun]) -> str:
     return f" Always predicting the most frequent class reaches {escape(', '.join(sorted(told)))}."
 
 
-_FILTER = (
-    '<div class="controls"><label>show <input type="search" id="run-filter" '
-    'placeholder="part of a run’s name" autocomplete="off"></label></div>'
-)
-"""Search field that restricts the page to some of its runs."""
+def filter_field(runs: Sequence[ReportedRun]) -> str:
+    """Return the field that restricts the page to some of its runs; empty for a single run."""
+    if len(runs) < 2:
+        return ""
+    return (
+        '<div class="controls"><label>show <input type="search" id="run-filter" '
+        'placeholder="part of a run’s name" autocomplete="off"></label></div>'
+    )
 
 
 def _heading(title: str, is_text: bool = False) -> str:
@@ -151,7 +182,12 @@ def _columns(runs: Sequence[ReportedRun]) -> list[TableColumn]:
     columns: list[TableColumn] = []
     if keys:
         # The main metric has two columns; of the others the final value is enough.
-        columns += [_metric_column("best", keys[0]), _metric_column("final", keys[0])]
+        best, final = _metric_column("best", keys[0]), _metric_column("final", keys[0])
+        if all(best.html(run) == final.html(run) for run in runs):
+            # Every run is best at its end.
+            columns.append(_metric_column("", keys[0]))
+        else:
+            columns += [best, final]
     # The loss has a column of its own below; statistics over clients have a section.
     others = [key for key in keys[1:] if "loss" not in key and not is_spread(key)]
     columns += [_metric_column("final", key) for key in others]
@@ -164,14 +200,17 @@ def _columns(runs: Sequence[ReportedRun]) -> list[TableColumn]:
             )
         )
     columns += [
+        TableColumn("batch", _batch_cell, lambda run: run.result.amount.batch),
         _steps_column(runs),
         _number_column(
             "epochs", lambda r: r.epochs, lambda x: UNKNOWN if x is None else f"{x:,.4g}"
         ),
         *clock_columns(runs),
-        _number_column("sent per worker", lambda r: r.bytes_per_worker, size, -1),
+        TableColumn(
+            "sent per worker", _sent_cell, lambda run: run.result.bytes_per_worker, -1, folds=False
+        ),
         *_shuffle_column(runs),
-        _number_column("peak memory", lambda r: r.peak_memory, size, -1),
+        _number_column("peak memory", lambda r: r.peak_memory, size, -1, folds=False),
         *_target_columns(runs),
         TableColumn("ended by", lambda run: escape(ended(run)), ended),
     ]
@@ -183,10 +222,29 @@ def _number_column(
     pick: Callable[[RunResult], float | None],
     write: Callable[[float | None], str],
     better: int = 0,
+    folds: bool = True,
 ) -> TableColumn:
     return TableColumn(
-        title, lambda run: write(pick(run.result)), lambda run: pick(run.result), better
+        title,
+        lambda run: write(pick(run.result)),
+        lambda run: pick(run.result),
+        better,
+        folds=folds,
     )
+
+
+def _batch_cell(run: ReportedRun) -> str:
+    amount = run.result.amount
+    return count(amount.batch) + ("<small>local</small>" if amount.local else "")
+
+
+def _sent_cell(run: ReportedRun) -> str:
+    """Return the bytes per worker, and the worker that sent more than this mean."""
+    told = size(run.result.bytes_per_worker)
+    most = run.result.largest_sender
+    if most is None:
+        return told
+    return f"{told}<small>{escape(most.name)}: {size(most.nbytes)}</small>"
 
 
 def _shuffle_column(runs: Sequence[ReportedRun]) -> list[TableColumn]:
@@ -216,14 +274,12 @@ def clock_columns(runs: Sequence[ReportedRun]) -> list[TableColumn]:
     if len(simulated) < len(runs):
         columns += [
             _time_column("time", lambda run: None if is_simulated(run) else run.result.seconds, -1),
-            _share_column("time by activity", simulated=False),
-            _idle_column("idle (over busy)", simulated=False),
+            _share_column("time by activity (idle over busy)", simulated=False),
         ]
     if simulated:
         columns += [
             _time_column("virtual time", lambda run: virtual_seconds(run), -1),
-            _share_column("virtual time by activity", simulated=True),
-            _idle_column("virtually idle (over busy)", simulated=True),
+            _share_column("virtual time by activity (idle over busy)", simulated=True),
             _time_column(
                 "simulated in", lambda run: run.result.seconds if is_simulated(run) else None, 0
             ),
@@ -234,32 +290,23 @@ def clock_columns(runs: Sequence[ReportedRun]) -> list[TableColumn]:
 def _time_column(
     title: str, pick: Callable[[ReportedRun], float | None], better: int
 ) -> TableColumn:
-    return TableColumn(title, lambda run: duration(pick(run)), pick, better)
+    return TableColumn(title, lambda run: duration(pick(run)), pick, better, folds=not better)
 
 
 def _share_column(title: str, simulated: bool) -> TableColumn:
-    """Return a column of time shares, sorted by computing; no run is best."""
+    """Return a column of time shares, sorted by the idle share.
+
+    No run is best, since slow computing lowers the idle share.
+    """
 
     def of(run: ReportedRun) -> WorkerTime | None:
         return run.result.everyone if is_simulated(run) == simulated else None
 
-    def computing(run: ReportedRun) -> float | None:
+    def idle(run: ReportedRun) -> float | None:
         worker = of(run)
-        return worker.compute / worker.total if worker else None
+        return None if worker is None else worker.idle_share
 
-    return TableColumn(title, lambda run: _share_cell(of(run)), computing)
-
-
-def _idle_column(title: str, simulated: bool) -> TableColumn:
-    """Return a column of the idle share of time; no run is best, since slow computing lowers it."""
-
-    def share(run: ReportedRun) -> float | None:
-        worker = run.result.everyone
-        if worker is None or is_simulated(run) != simulated:
-            return None
-        return idleness.idle_share(worker.compute + worker.communication, worker.idle)
-
-    return TableColumn(title, lambda run: idleness.written(share(run)), share)
+    return TableColumn(title, lambda run: _share_cell(of(run)), idle)
 
 
 def _metric_column(which: str, key: str) -> TableColumn:
@@ -279,7 +326,11 @@ def _metric_column(which: str, key: str) -> TableColumn:
     of_model = not key.startswith("personal_")
     title = f"{which} {metric_name(key)}".strip()
     better = 1 if higher_is_better(key) else -1
-    return TableColumn(title, cell, value, better, finished_only=False, of_model=of_model)
+    # The first column of the main metric stays, whatever its values are.
+    stays = which == "best" or not which
+    return TableColumn(
+        title, cell, value, better, finished_only=False, of_model=of_model, folds=not stays
+    )
 
 
 def _step(run: ReportedRun, step: float) -> str:
@@ -287,14 +338,15 @@ def _step(run: ReportedRun, step: float) -> str:
 
 
 def _steps_column(runs: Sequence[ReportedRun]) -> TableColumn:
-    one = _one_unit(runs)
-    return TableColumn(
-        f"{one}s" if one else "steps or rounds",
-        lambda run: (
-            count(run.result.steps) if one else plural(run.result.steps, escape(run.result.unit))
-        ),
-        lambda run: run.result.steps,
-    )
+    """Return the column of optimizer steps; rounds are below them."""
+
+    def cell(run: ReportedRun) -> str:
+        told = count(run.result.amount.steps)
+        if run.result.unit == "step" or run.result.steps is None:
+            return told
+        return f"{told}<small>{plural(run.result.steps, escape(run.result.unit))}</small>"
+
+    return TableColumn("steps", cell, lambda run: run.result.amount.steps)
 
 
 def _one_unit(runs: Sequence[ReportedRun]) -> str | None:
@@ -381,8 +433,8 @@ def ended(run: ReportedRun) -> str:
 
 
 def _share_cell(worker: WorkerTime | None) -> str:
+    """Return the bar of a run's time, its shares in percent, and idle over busy time."""
     if worker is None:
         return UNKNOWN
-    return (
-        f'<span class="share">{bar(worker, worker.total)}<small>{percents(worker)}</small></span>'
-    )
+    told = f"{percents(worker)} ({idleness.written_ratio(worker.idle_share)})"
+    return f'<span class="share">{bar(worker, worker.total)}<small>{told}</small></span>'

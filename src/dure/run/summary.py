@@ -12,6 +12,7 @@ from dure.data.examples import Examples
 from dure.record.history import History, finite
 from dure.record.idleness import idle_share, over_busy
 from dure.record.meter import Counters
+from dure.record.training_amount import training_amount
 from dure.run.early_stopping import monitor_of
 from dure.run.job import Job, Position
 
@@ -63,7 +64,7 @@ def summarise(
     target = job.stop.target or {}
     sums = {key: sum(getattr(counters, key) for counters in everybody) for key in SUMS}
     idle = idle_share(sums["compute_seconds"] + sums["communication_seconds"], sums["idle_seconds"])
-    return {
+    content = {
         "label": job.label,
         "strategy": job.strategy.name,
         "world": job.world,
@@ -96,6 +97,7 @@ def summarise(
             for name, value in target.items()
         },
     }
+    return {**content, "training_amount": training_amount(job.config, content)._asdict()}
 
 
 def _best_model(job: Job, position: Position, history: History) -> dict[str, Any]:
