@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.group import Group, done_already
+from dure.parallel.pipeline.message_cost import StepCosts, step_costs
 from dure.parallel.pipeline.program import StageProgram
 from dure.parallel.pipeline.rng import STATE_BYTES, RandomStream
 from dure.parallel.pipeline.schedule import RECEIVES, Action, Schedule
@@ -32,6 +33,9 @@ from dure.parallel.pipeline.trace import ValueSpec
 
 AHEAD = 3
 """Number of receives that are in progress while a rank waits for the first of them."""
+
+COSTS = 64
+"""Number of steps whose costs of messages are stored."""
 
 StageMicrobatch = tuple[int, int]
 """Stage and micro-batch."""
@@ -64,6 +68,8 @@ class PipelineEngine:
         self.actions = schedule.actions[group.rank]
         self.spans: list[tuple[Action, float, float]] = []
         """Computations of the last step, with start and end in seconds of `time.perf_counter`."""
+        self.costs: deque[StepCosts] = deque(maxlen=COSTS)
+        """Costs of messages of the newest steps."""
 
     def run(self, step: int, batches: Sequence[Microbatch]) -> None:
         """Run a step. Gradients are added to the parameters' gradients.
@@ -83,6 +89,8 @@ class PipelineEngine:
         self._coming: deque[tuple[list[Tensor], Callable[[], None]]] = deque()
         self._ahead = 1 if self._device.type == "cpu" and self._lie_here() else AHEAD
         self.spans = []
+        self._sent: list[float] = []
+        self._waited: list[float] = []
         for stage in self.stages.values():
             stage.begin(step)
         for action in self.actions:
@@ -93,6 +101,10 @@ class PipelineEngine:
             end()
         if self._sends:
             self.group.meter.communication("sends", started, time.perf_counter(), step + 1)
+        computed = [end - start for _, start, end in self.spans]
+        costs = step_costs(computed, self._sent, self._waited)
+        if costs is not None:
+            self.costs.append(costs)
 
     def _do(self, action: Action) -> None:
         kind, number, microbatch = action
@@ -164,8 +176,10 @@ class PipelineEngine:
 
     def _send(self, action: Action, tensors: Sequence[Tensor], to: int) -> None:
         # A conjugate or negative view has a flag, which does not travel with its memory.
+        started = time.perf_counter()
         sends = [(tensor.resolve_conj().resolve_neg().contiguous(), to) for tensor in tensors]
         end = self.group.begin_transfer(_words(action), sends, [])
+        self._sent.append(time.perf_counter() - started)
         # A send that has already completed needs no wait.
         if end is not done_already:
             self._sends.append(end)
@@ -180,9 +194,9 @@ class PipelineEngine:
         tensors, end = self._coming.popleft()
         started = time.perf_counter()
         end()
-        self.group.meter.idle(
-            f"wait: {_words(action)}", started, time.perf_counter(), self._step + 1
-        )
+        ended = time.perf_counter()
+        self._waited.append(ended - started)
+        self.group.meter.idle(f"wait: {_words(action)}", started, ended, self._step + 1)
         return tensors
 
     def _begin(self, action: Action) -> tuple[list[Tensor], Callable[[], None]]:
