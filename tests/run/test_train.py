@@ -98,7 +98,14 @@ SUMMARY = {
         "idle_seconds",
         "peak_memory",
     ),
-    *("per_worker", "to_target", "hidden_seconds", "shuffle_bytes", "shuffle_seconds"),
+    *(
+        "per_worker",
+        "to_target",
+        "training_amount",
+        "hidden_seconds",
+        "shuffle_bytes",
+        "shuffle_seconds",
+    ),
     *("idle_share", "idle_over_busy"),
 }
 WORKER = {
