@@ -97,6 +97,7 @@ def slow_message_note(facts: Sequence[Mapping[str, Any]]) -> str | None:
     fewer = "fewer stages a rank, " if interleaves else ""
     return (
         f"a message adds {1000 * cost.message:.3g} ms to a step, but a stage computes a "
-        f"micro-batch in {1000 * cost.compute:.3g} ms: the overhead of messages exceeds the work, so the "
-        f"naive schedule may be faster; take {fewer}fewer micro-batches, or larger layers or batches"
+        f"micro-batch in {1000 * cost.compute:.3g} ms: the overhead of messages exceeds the work, "
+        f"so the naive schedule may be faster; take {fewer}fewer micro-batches, or larger layers "
+        "or batches"
     )
