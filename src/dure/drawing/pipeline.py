@@ -221,7 +221,7 @@ def _shares(canvas: SvgCanvas, runs: Sequence[SimulatedSchedule], top: float) ->
     """Draw the busy and idle shares of all schedules as bars; return the height."""
     canvas.text(MARGIN, top + 14, "Share of the ranks' time", "title")
     left = MARGIN + 110.0
-    full = WIDTH - left - 330
+    full = WIDTH - left - 360
     for number, run in enumerate(runs):
         y = top + 26 + number * 26
         name, idle, over, time, held = run.figures

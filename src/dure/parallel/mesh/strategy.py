@@ -777,7 +777,7 @@ class ParallelLearner(Learner):
         steps = list(self._engines[full].costs) if self._engines else []
         return {
             **facts_of(self.rank_state, self.batches.batch_size, self.stream.carried),
-            "step_costs": cost_facts(steps, full),
+            "step_costs": cost_facts(steps),
         }
 
     def meters(self) -> Sequence[Meter]:

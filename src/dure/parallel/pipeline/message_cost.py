@@ -1,7 +1,13 @@
 """Measured time of a message of a pipeline, beside the measured work of a stage on a micro-batch.
 
     compute    mean seconds of a computation: a forward, a backward, or one of its parts
-    message    mean seconds in which a rank sends a message, plus its shortest wait for a message
+    step       seconds of a step on a rank
+    message    (step - simulated) / messages: the time by which a message makes the step longer
+
+*simulated* is the duration of the same schedule with the measured computations and with messages
+that take no time (`dure.parallel.pipeline.simulate`), and *messages* is the largest number of
+messages that a rank receives. So the time of a message contains the copies, the wake-up of the
+receiver, and what a rank waits for because others are late.
 
 A schedule divides the work of a step into smaller computations with a message between each other.
 Where a message takes longer than a computation, more micro-batches and more stages a rank make the
@@ -16,29 +22,21 @@ from typing import Any, NamedTuple
 
 
 class StepCosts(NamedTuple):
-    """Seconds of a computation and of a message in a step; see the module."""
+    """Times of a rank's step in seconds; messages: number of messages that the rank received."""
+
+    compute: float
+    step: float
+    messages: int
+
+
+class MessageCost(NamedTuple):
+    """Mean seconds of a computation of a stage on a micro-batch, and of a message."""
 
     compute: float
     message: float
 
 
-def step_costs(
-    computed: Sequence[float], sent: Sequence[float], waited: Sequence[float]
-) -> StepCosts | None:
-    """Return the costs of a step; None for a rank that computes or communicates nothing.
-
-    Args:
-        computed: seconds of each computation.
-        sent: seconds of each send.
-        waited: seconds of each wait for a message.
-    """
-    if not computed or not (sent or waited):
-        return None
-    sending = statistics.fmean(sent) if sent else 0.0
-    return StepCosts(statistics.fmean(computed), sending + min(waited, default=0.0))
-
-
-def cost_facts(steps: Sequence[StepCosts], microbatches: int) -> dict[str, Any] | None:
+def cost_facts(steps: Sequence[StepCosts]) -> dict[str, Any] | None:
     """Return the medians over steps, as JSON; None without a step.
 
     The first step, which is slower than the others, counts only if there is no other.
@@ -47,35 +45,59 @@ def cost_facts(steps: Sequence[StepCosts], microbatches: int) -> dict[str, Any] 
     if not later:
         return None
     return {
-        "compute": statistics.median(step.compute for step in later),
-        "message": statistics.median(step.message for step in later),
-        "microbatches": microbatches,
+        "compute": statistics.median(one.compute for one in later),
+        "step": statistics.median(one.step for one in later),
+        "messages": max(one.messages for one in later),
     }
+
+
+def message_cost(facts: Sequence[Mapping[str, Any]]) -> MessageCost | None:
+    """Return the cost of a message in a run; None without messages or without measurements.
+
+    facts: the facts of each rank, with `cost_facts` as "step_costs". They may be from a damaged
+    folder. In a mesh, the first pipeline counts.
+    """
+    # Both load torch, which facts without a pipeline do not need.
+    if len(facts) < 2 or "schedule" not in facts[0]:
+        return None
+    from dure.parallel.pipeline.schedule import Schedule
+    from dure.parallel.pipeline.simulate import Times, simulate
+
+    try:
+        schedule = Schedule.parse(facts[0]["schedule"])
+        own = [one for one in facts if not (one["at"]["data"] or one["at"]["tensor"])]
+        own.sort(key=lambda one: one["at"]["pipeline"])
+        costs = [StepCosts(**one["step_costs"]) for one in own]
+        messages = max(one.messages for one in costs)
+        if len(costs) != schedule.ranks or messages < 1:
+            return None
+        seconds = tuple(float(costs[rank].compute) for rank in schedule.home)
+        times = Times(seconds, seconds, seconds, seconds)
+        excess = max(float(one.step) for one in costs) - simulate(schedule, times).makespan
+        compute = statistics.fmean(seconds)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return MessageCost(compute, max(0.0, excess) / messages)
 
 
 def slow_message_note(facts: Sequence[Mapping[str, Any]]) -> str | None:
     """Return a note if messages of a run take longer than the work between them; None if not.
 
-    facts: the facts of each rank, with `cost_facts` as "step_costs". There is no note for a single
-    stage a rank with a single micro-batch, which is the naive schedule.
+    There is no note for a single stage a rank with a single micro-batch: the naive schedule.
     """
-    # The facts may be from a damaged folder.
-    costs = [one["step_costs"] for one in facts if isinstance(one.get("step_costs"), Mapping)]
-    try:
-        pairs = [(float(one["compute"]), float(one["message"])) for one in costs]
-        microbatches = max((int(one["microbatches"]) for one in costs), default=1)
-        stages = max((len(one.get("stages", ())) for one in facts), default=1)
-    except (KeyError, TypeError, ValueError):
+    cost = message_cost(facts)
+    if cost is None or cost.message <= cost.compute:
         return None
-    if not pairs or (microbatches == 1 and stages == 1):
+    from dure.parallel.pipeline.schedule import Schedule
+
+    schedule = Schedule.parse(facts[0]["schedule"])
+    interleaves = schedule.stages > schedule.ranks
+    if schedule.microbatches == 1 and not interleaves:
         return None
-    compute = statistics.fmean(seconds for seconds, _ in pairs)
-    message = statistics.fmean(seconds for _, seconds in pairs)
-    if message <= compute:
-        return None
-    fewer = "fewer stages a rank, " if stages > 1 else ""
+    fewer = "fewer stages a rank, " if interleaves else ""
     return (
-        f"a message takes {1000 * message:.3g} ms, but a stage computes a micro-batch in "
-        f"{1000 * compute:.3g} ms: the overhead of messages exceeds the work, so the naive "
-        f"schedule may be faster; take {fewer}fewer micro-batches, or larger layers or batches"
+        f"a message adds {1000 * cost.message:.3g} ms to a step, but a stage computes a "
+        f"micro-batch in {1000 * cost.compute:.3g} ms: the overhead of messages exceeds the work, "
+        f"so the naive schedule may be faster; take {fewer}fewer micro-batches, or larger layers "
+        "or batches"
     )

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.group import Group, done_already
-from dure.parallel.pipeline.message_cost import StepCosts, step_costs
+from dure.parallel.pipeline.message_cost import StepCosts
 from dure.parallel.pipeline.program import StageProgram
 from dure.parallel.pipeline.rng import STATE_BYTES, RandomStream
 from dure.parallel.pipeline.schedule import RECEIVES, Action, Schedule
@@ -35,7 +35,7 @@ AHEAD = 3
 """Number of receives that are in progress while a rank waits for the first of them."""
 
 COSTS = 64
-"""Number of steps whose costs of messages are stored."""
+"""Number of steps whose times are stored."""
 
 StageMicrobatch = tuple[int, int]
 """Stage and micro-batch."""
@@ -69,13 +69,14 @@ class PipelineEngine:
         self.spans: list[tuple[Action, float, float]] = []
         """Computations of the last step, with start and end in seconds of `time.perf_counter`."""
         self.costs: deque[StepCosts] = deque(maxlen=COSTS)
-        """Costs of messages of the newest steps."""
+        """Times of the newest steps."""
 
     def run(self, step: int, batches: Sequence[Microbatch]) -> None:
         """Run a step. Gradients are added to the parameters' gradients.
 
         Raises PeerLostError if another rank is lost.
         """
+        begun = time.perf_counter()
         self._step = step
         self._batches = batches
         # Values and gradients that arrived, until they are used; and results, until they are sent.
@@ -89,8 +90,6 @@ class PipelineEngine:
         self._coming: deque[tuple[list[Tensor], Callable[[], None]]] = deque()
         self._ahead = 1 if self._device.type == "cpu" and self._lie_here() else AHEAD
         self.spans = []
-        self._sent: list[float] = []
-        self._waited: list[float] = []
         for stage in self.stages.values():
             stage.begin(step)
         for action in self.actions:
@@ -101,10 +100,10 @@ class PipelineEngine:
             end()
         if self._sends:
             self.group.meter.communication("sends", started, time.perf_counter(), step + 1)
-        computed = [end - start for _, start, end in self.spans]
-        costs = step_costs(computed, self._sent, self._waited)
-        if costs is not None:
-            self.costs.append(costs)
+        if self.spans:
+            computed = sum(end - start for _, start, end in self.spans) / len(self.spans)
+            received = sum(action.kind in RECEIVES for action in self.actions)
+            self.costs.append(StepCosts(computed, time.perf_counter() - begun, received))
 
     def _do(self, action: Action) -> None:
         kind, number, microbatch = action
@@ -176,10 +175,8 @@ class PipelineEngine:
 
     def _send(self, action: Action, tensors: Sequence[Tensor], to: int) -> None:
         # A conjugate or negative view has a flag, which does not travel with its memory.
-        started = time.perf_counter()
         sends = [(tensor.resolve_conj().resolve_neg().contiguous(), to) for tensor in tensors]
         end = self.group.begin_transfer(_words(action), sends, [])
-        self._sent.append(time.perf_counter() - started)
         # A send that has already completed needs no wait.
         if end is not done_already:
             self._sends.append(end)
@@ -194,9 +191,9 @@ class PipelineEngine:
         tensors, end = self._coming.popleft()
         started = time.perf_counter()
         end()
-        ended = time.perf_counter()
-        self._waited.append(ended - started)
-        self.group.meter.idle(f"wait: {_words(action)}", started, ended, self._step + 1)
+        self.group.meter.idle(
+            f"wait: {_words(action)}", started, time.perf_counter(), self._step + 1
+        )
         return tensors
 
     def _begin(self, action: Action) -> tuple[list[Tensor], Callable[[], None]]:
