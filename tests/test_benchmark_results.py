@@ -56,3 +56,15 @@ def test_the_table_of_a_page_is_that_of_its_result(script: str, page: str) -> No
     result = json.loads((BENCHMARKS / "results" / f"{script}.json").read_text())
     table = functions_of(BENCHMARKS / f"{script}.py")["cells"](result["rows"])
     assert table in (BENCHMARKS.parent / "docs" / page).read_text()
+
+
+def test_the_study_of_families_compares_equal_steps_and_passes() -> None:
+    rows = json.loads((BENCHMARKS / "results" / "study_families.json").read_text())["families"]
+    assert {(row["batch"], row["epochs"], len(row["accuracies"])) for row in rows} == {(32, 20, 3)}
+    steps = {row["system"]: row["steps"] for row in rows}
+    for row in rows:
+        # The number of steps of a system whose unit is a joint step is what its run has counted.
+        if row["unit"] == "step" or row["system"] == "Byzantine GD":
+            assert row["rounds"] == row["steps"] == steps["single worker"]
+    table = functions_of(BENCHMARKS / "study_families.py")["families_table"](rows)
+    assert table in (BENCHMARKS.parent / "docs" / "study-families.md").read_text()
