@@ -68,7 +68,7 @@ _MOST = 1e15
 _MOST_RANKS = 100_000
 
 _MOST_NAMED = 2
-"""Most values, beside the most frequent, and most runs of a value that the line names."""
+"""Most values, beside the most frequent, that the line names."""
 
 
 class TrainingAmount(NamedTuple):
@@ -332,9 +332,7 @@ def _difference(name: str, values: Sequence[tuple[str, float | None]], close: fl
 
 
 def _named(labels: Sequence[str]) -> str:
-    if len(labels) > _MOST_NAMED:
-        return f"{len(labels)} runs"
-    return " and ".join(labels)
+    return labels[0] if len(labels) == 1 else f"{len(labels)} runs"
 
 
 def _text(value: float) -> str:
