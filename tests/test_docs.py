@@ -49,6 +49,7 @@ OPERANDS = {
     "backup": 0,
     "audit": 0,
     "predict": 2,
+    "draw": 1,
 }
 """What these commands name before their options, as far as the options depend on it."""
 

@@ -32,7 +32,7 @@ LAYERS = [
     {"tasks"},
     {"privacy"},
     {"worlds", "parallel", "averaging", "federated", "parameter_server", "split"},
-    {"report"},
+    {"report", "drawing"},
     {"run", "bench"},
     {"cli"},
     {"__main__"},

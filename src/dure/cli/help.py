@@ -23,7 +23,7 @@ TITLES = {
 OUTPUT = ("evaluate_every", "checkpoint_every", "label", "out", "json", "track")
 """Options of a run that concern its output."""
 
-_ORDER = ("system", "task", "world", "limits", "run", "output")
+_ORDER = ("system", "task", "world", "limits", "run", "picture", "output")
 
 
 def grouped(

@@ -26,6 +26,7 @@ from dure.cli import (
     certificates,
     clients,
     comparing,
+    drawing,
     network,
     predicting,
     roster,
@@ -91,6 +92,7 @@ dure trains one PyTorch model with many machines, by the system you name, and me
   dure show RUN                      show the settings and results of a run
   dure predict RUN INPUT             print the trained model's predictions for a file or examples
   dure systems                       print the systems as a family tree, and their worlds
+  dure draw SUBJECT [options]        draw a pipeline's schedule, an all-reduce, ... in the terminal
   dure watch RUN [RUN ...]           show the report of runs in a browser, live while they train
   dure report RUN [RUN ...]          write the report of existing runs
   dure bench all-reduce [options]    compare all-reduce by dure, gloo and Open MPI in one run
@@ -273,6 +275,7 @@ def _dispatch(given: list[str]) -> int:
         "show": run_listing.show,
         "predict": predicting.main,
         "systems": systems.main,
+        "draw": drawing.main,
         "report": _report,
         "watch": watching.main,
         "bench": _bench,
