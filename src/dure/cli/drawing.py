@@ -63,17 +63,135 @@ class AllReduceDrawing:
     hosts: int | None = None
 
 
+@dataclass(frozen=True)
+class ParameterServerDrawing:
+    """Numbers of servers and workers.
+
+    Args:
+        staleness: steps by which a worker may be ahead of the slowest, each drawn as a run: 0 is
+            synchronous, none is unbounded.
+        workers: number of workers.
+        servers: number of servers.
+        steps: steps of the run.
+        transfer: time of a message with all weights; a gradient takes 1.
+        slow: number of slow workers.
+        factor: slowness of the slow workers.
+    """
+
+    staleness: tuple[str, ...] = ("0", "none")
+    workers: int = 3
+    servers: int = 1
+    steps: int = 4
+    transfer: float = 0.2
+    slow: int = 1
+    factor: float = 2.0
+
+
+@dataclass(frozen=True)
+class DownpourDrawing:
+    """Numbers of replicas and servers.
+
+    Args:
+        fetch_every: steps between fetches of the weights.
+        push_every: steps between pushes of the summed gradients.
+        replicas: number of replicas.
+        servers: number of servers.
+        steps: steps of each replica.
+        transfer: time of a message with all weights; a gradient takes 1.
+        slow: number of slow replicas.
+        factor: slowness of the slow replicas.
+    """
+
+    fetch_every: int = 2
+    push_every: int = 2
+    replicas: int = 3
+    servers: int = 1
+    steps: int = 6
+    transfer: float = 0.2
+    slow: int = 1
+    factor: float = 2.0
+
+
+@dataclass(frozen=True)
+class FedAvgDrawing:
+    """Numbers of clients.
+
+    Args:
+        clients: number of clients.
+        rounds: number of rounds.
+        transfer: time of a download or an upload of the model; training takes 1.
+        slow: number of stragglers.
+        factor: slowness of the stragglers.
+        deadline: time after which a round ends without the missing updates, drawn as a second run.
+    """
+
+    clients: int = 5
+    rounds: int = 2
+    transfer: float = 0.3
+    slow: int = 1
+    factor: float = 3.0
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class SplitDrawing:
+    """Numbers of clients.
+
+    Args:
+        clients: number of clients, or of parties.
+        steps: steps of each client.
+        transfer: time of a message with as many bytes as the model; a step of the whole model takes
+            1 on a client.
+    """
+
+    clients: int = 3
+    steps: int = 2
+    transfer: float = 0.4
+
+
+@dataclass(frozen=True)
+class TensorDrawing:
+    """Numbers of a chain of linear layers.
+
+    Args:
+        ranks: number of ranks.
+        widths: features before the first and after each layer.
+        examples: rows of the activations.
+    """
+
+    ranks: int = 2
+    widths: tuple[int, ...] = (8, 16, 16, 8)
+    examples: int = 4
+
+
+@dataclass(frozen=True)
+class ZeroDrawing:
+    """Numbers of a model.
+
+    Args:
+        parameters: number of parameters.
+        ranks: number of ranks.
+        optimizer: adam, adamw, momentum or sgd.
+    """
+
+    parameters: int = 1_000_000
+    ranks: int = 4
+    optimizer: str = "adam"
+
+
 class Subject(NamedTuple):
     """Subject of a picture.
 
     summary: a line for the help. options: flags. draw: function of the names after the subject, of
-    the flags, and of the columns of the terminal. names: the names that may follow.
+    the flags, and of the columns of the terminal. names: the names that may follow. several:
+    whether several names may follow.
     """
 
     summary: str
     options: type[Any]
     draw: Callable[[Sequence[str], Any, int], Picture]
     names: tuple[str, ...] = ()
+    several: bool = False
 
 
 def _pipeline(names: Sequence[str], how: PipelineDrawing, width: int) -> Picture:
@@ -107,6 +225,77 @@ def _all_reduce(names: Sequence[str], how: AllReduceDrawing, width: int) -> Pict
     return all_reduce_picture(algorithm, how.ranks, _or(how.hosts, 2))
 
 
+def _parameter_server(names: Sequence[str], how: ParameterServerDrawing, width: int) -> Picture:
+    if not how.staleness:
+        raise ValueError("--staleness has no value: give numbers of steps, or none")
+    bounds = [_staleness(text) for text in how.staleness]
+    from dure.drawing.parameter_server import parameter_server_picture
+
+    return parameter_server_picture(
+        bounds,
+        how.workers,
+        how.servers,
+        how.steps,
+        how.transfer,
+        how.slow,
+        how.factor,
+        width,
+    )
+
+
+def _staleness(text: str) -> int | None:
+    if text.lower() == "none":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"--staleness is {text!r}: give a number of steps, or none for no bound"
+        ) from None
+
+
+def _downpour(names: Sequence[str], how: DownpourDrawing, width: int) -> Picture:
+    from dure.drawing.downpour import downpour_picture
+
+    return downpour_picture(
+        how.fetch_every,
+        how.push_every,
+        how.replicas,
+        how.servers,
+        how.steps,
+        how.transfer,
+        how.slow,
+        how.factor,
+        width,
+    )
+
+
+def _fed_avg(names: Sequence[str], how: FedAvgDrawing, width: int) -> Picture:
+    from dure.drawing.fed_avg import fed_avg_picture
+
+    return fed_avg_picture(
+        how.clients, how.rounds, how.transfer, how.slow, how.factor, how.deadline, width
+    )
+
+
+def _split(names: Sequence[str], how: SplitDrawing, width: int) -> Picture:
+    from dure.drawing.split import split_picture
+
+    return split_picture(names, how.clients, how.steps, how.transfer, width)
+
+
+def _tensor(names: Sequence[str], how: TensorDrawing, width: int) -> Picture:
+    from dure.drawing.tensor_parallel import tensor_parallel_picture
+
+    return tensor_parallel_picture(names, how.ranks, how.widths, how.examples)
+
+
+def _zero(names: Sequence[str], how: ZeroDrawing, width: int) -> Picture:
+    from dure.drawing.zero import zero_picture
+
+    return zero_picture(how.parameters, how.ranks, how.optimizer)
+
+
 def _or(value: int | None, default: int) -> int:
     return default if value is None else value
 
@@ -121,6 +310,30 @@ SUBJECTS: dict[str, Subject] = {
         _all_reduce,
         ("ring", "one-shot", "master", "tree", "halving-doubling", "hierarchical"),
     ),
+    "parameter-server": Subject(
+        "gradients, messages and waiting of workers under a virtual clock",
+        ParameterServerDrawing,
+        _parameter_server,
+    ),
+    "downpour": Subject(
+        "replicas that push and fetch beside their computation", DownpourDrawing, _downpour
+    ),
+    "fed-avg": Subject("rounds of clients with stragglers", FedAvgDrawing, _fed_avg),
+    "split": Subject(
+        "the parts of a model and the messages of split learning",
+        SplitDrawing,
+        _split,
+        ("vanilla", "peer-to-peer", "u-shaped", "parallel", "split-fed", "vertical"),
+        several=True,
+    ),
+    "tensor": Subject(
+        "the divided matrices of a chain of layers, and their collectives",
+        TensorDrawing,
+        _tensor,
+        ("columns", "rows", "alternating"),
+        several=True,
+    ),
+    "zero": Subject("what each rank holds in each stage of ZeRO", ZeroDrawing, _zero),
 }
 """Subjects by name."""
 
@@ -128,7 +341,7 @@ SUBJECTS: dict[str, Subject] = {
 def usage() -> str:
     """Return the text of `dure draw --help`."""
     lines = [
-        "usage: dure draw SUBJECT [NAME] [options]",
+        "usage: dure draw SUBJECT [NAME ...] [options]",
         "",
         "Draw an idea by running the code that implements it, in the terminal.",
         "--out FILE.svg writes an SVG file instead.",
@@ -138,7 +351,8 @@ def usage() -> str:
     for name, subject in SUBJECTS.items():
         lines.append(f"  {name:<18} {subject.summary}")
         if subject.names:
-            lines.append(f"  {'':<18} NAME: {', '.join(subject.names)}")
+            many = "NAME ..." if subject.several else "NAME"
+            lines.append(f"  {'':<18} {many}: {', '.join(subject.names)}")
     return "\n".join(lines) + "\n"
 
 
@@ -155,7 +369,7 @@ def main(given: list[str]) -> int:
         raise ValueError(f"there is no picture of {name!r}{suggestion(name, SUBJECTS)}")
     subject = SUBJECTS[name]
     _check_names(name, subject, rest, asks=flags in (["--help"], ["-h"]))
-    shown = f"dure draw {name}{' NAME' if subject.names else ''}"
+    shown = f"dure draw {name}{' NAME' * bool(subject.names)}{' ...' * subject.several}"
     asked = parse_flags(
         shown,
         {"picture": subject.options, "hears": PictureOptions},
@@ -169,6 +383,7 @@ def main(given: list[str]) -> int:
 
     console = Console(highlight=False)
     width = console.width if console.is_terminal else 100
+    rest = [one.replace("_", "-") for one in rest]
     picture = subject.draw(rest, asked["picture"], max(width, 40))
     if out is not None:
         out.write_text(picture.svg, encoding="utf-8")
@@ -188,12 +403,13 @@ def _check_names(name: str, subject: Subject, rest: Sequence[str], asks: bool) -
         if rest:
             raise ValueError(f"dure draw {name} takes options alone, and no name {rest[0]!r}")
         return
-    if len(rest) != 1:
+    if not rest or (len(rest) > 1 and not subject.several):
         raise ValueError(f"dure draw {name} NAME: give one name of {', '.join(subject.names)}")
-    if rest[0].replace("_", "-") not in subject.names:
-        raise ValueError(
-            f"there is no picture of {name} {rest[0]!r}{suggestion(rest[0], subject.names)}"
-        )
+    for one in rest:
+        if one.replace("_", "-") not in subject.names:
+            raise ValueError(
+                f"there is no picture of {name} {one!r}{suggestion(one, subject.names)}"
+            )
 
 
 def _print_styled(console: Any, lines: Sequence[TerminalLine]) -> None:

@@ -92,7 +92,7 @@ dure trains one PyTorch model with many machines, by the system you name, and me
   dure show RUN                      show the settings and results of a run
   dure predict RUN INPUT             print the trained model's predictions for a file or examples
   dure systems                       print the systems as a family tree, and their worlds
-  dure draw SUBJECT [options]        draw a pipeline's schedule, an all-reduce, ... in the terminal
+  dure draw SUBJECT [options]        draw an idea in the terminal or as SVG: pipeline, split, ...
   dure watch RUN [RUN ...]           show the report of runs in a browser, live while they train
   dure report RUN [RUN ...]          write the report of existing runs
   dure bench all-reduce [options]    compare all-reduce by dure, gloo and Open MPI in one run

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -139,7 +139,7 @@ def show_run(
         console = error_console()
         console.print(table([finished.summary], console))
         if "facts" in finished.summary:
-            _print_facts(folder)
+            _print_facts(folder, finished.summary["facts"])
         print(f"run folder: {folder}", file=sys.stderr)
     if finished.summary["ended"] != "interrupt":
         return 0
@@ -148,19 +148,32 @@ def show_run(
     return 130
 
 
-def _print_facts(folder: Path) -> None:
+def _print_facts(folder: Path, facts: Sequence[Mapping[str, Any]]) -> None:
     """Print the facts of a run on standard error, a line for each kind.
 
-    The kinds are: stages and bubble of a pipeline, outcomes of a federation's assignments, and
-    promised privacy.
+    The kinds are: stages and bubble of a pipeline, messages of a pipeline that take longer than its
+    work, outcomes of a federation's assignments, and promised privacy. facts: those of the summary.
     """
     from dure.report import federated, pipeline, privacy
     from dure.report.read import read_run
 
     run = read_run(folder)
-    lines = (pipeline.in_a_line(run), federated.in_a_line(run), privacy.in_a_line(run))
+    lines = (
+        pipeline.in_a_line(run),
+        note_on_messages(facts),
+        federated.in_a_line(run),
+        privacy.in_a_line(run),
+    )
     for line in filter(None, lines):
         print(printable(line), file=sys.stderr)
+
+
+def note_on_messages(facts: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a note on a pipeline whose messages take longer than its work; None without one."""
+    from dure.parallel.pipeline.message_cost import slow_message_note
+
+    note = slow_message_note(facts)
+    return None if note is None else f"pipeline: {note}"
 
 
 def check_names(reference: str, systems: list[str]) -> None:

@@ -42,6 +42,9 @@ from dure.tensors.buffers import (
     non_persistent_buffers_of,
 )
 
+_COMPUTATIONS = 4_000
+"""Largest number of recorded gradients."""
+
 
 @dataclass(frozen=True)
 class VirtualJob:
@@ -92,6 +95,8 @@ class SimulatedReplicas(Learner):
         self._computed: list[ComputedGradients] = []
         self._spent: dict[int, float] = {}
         """Computing seconds of each replica since the last round."""
+        self.computations: list[tuple[str, float, float, int]] = []
+        """Name, start, seconds and step of the first gradients, since the run began or resumed."""
         self._begin(first_states(self.shards, self.computing, self.terms), {})
 
     def flops_per_step(self) -> float:
@@ -142,6 +147,8 @@ class SimulatedReplicas(Learner):
         self._computed.append(found)
         seconds = self._seconds(number, found.examples)
         self._spent[number] = self._spent.get(number, 0.0) + seconds
+        if len(self.computations) < _COMPUTATIONS:
+            self.computations.append((worker(number), now, seconds, step))
         gradients = [found.gradients[keys.vector][keys.start : keys.stop] for keys in self.shards]
         return VirtualJob(now + seconds, gradients, not found.examples)
 

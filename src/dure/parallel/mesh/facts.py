@@ -7,6 +7,8 @@
               on the same rank
     held      bytes of parameters, gradients, the optimizer's state and buffers, as the memory that
               they occupy
+    step_costs  of a pipeline's rank: seconds of a computation and of a step, and messages of a
+              step, which the learner adds (`dure.parallel.pipeline.message_cost`)
     inside    seconds of collectives inside layers, including waits for neighbours, and the number
               of steps with such collectives
 

@@ -89,6 +89,7 @@ from dure.parallel.pipeline import validate
 from dure.parallel.pipeline.balance import Balance
 from dure.parallel.pipeline.builders import in_order, make
 from dure.parallel.pipeline.cut import CutModel
+from dure.parallel.pipeline.message_cost import cost_facts
 from dure.parallel.pipeline.proof import prove_cut
 from dure.parallel.pipeline.rng import RandomStream
 from dure.parallel.pipeline.runtime import PipelineEngine
@@ -771,7 +772,13 @@ class ParallelLearner(Learner):
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of this rank for the report: see `dure.parallel.mesh.facts`."""
-        return facts_of(self.rank_state, self.batches.batch_size, self.stream.carried)
+        # Of full batches, which have the most micro-batches.
+        full = max(self._engines, default=1)
+        steps = list(self._engines[full].costs) if self._engines else []
+        return {
+            **facts_of(self.rank_state, self.batches.batch_size, self.stream.carried),
+            "step_costs": cost_facts(steps),
+        }
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.group import Group, done_already
+from dure.parallel.pipeline.message_cost import StepCosts
 from dure.parallel.pipeline.program import StageProgram
 from dure.parallel.pipeline.rng import STATE_BYTES, RandomStream
 from dure.parallel.pipeline.schedule import RECEIVES, Action, Schedule
@@ -32,6 +33,9 @@ from dure.parallel.pipeline.trace import ValueSpec
 
 AHEAD = 3
 """Number of receives that are in progress while a rank waits for the first of them."""
+
+COSTS = 64
+"""Number of steps whose times are stored."""
 
 StageMicrobatch = tuple[int, int]
 """Stage and micro-batch."""
@@ -64,12 +68,15 @@ class PipelineEngine:
         self.actions = schedule.actions[group.rank]
         self.spans: list[tuple[Action, float, float]] = []
         """Computations of the last step, with start and end in seconds of `time.perf_counter`."""
+        self.costs: deque[StepCosts] = deque(maxlen=COSTS)
+        """Times of the newest steps."""
 
     def run(self, step: int, batches: Sequence[Microbatch]) -> None:
         """Run a step. Gradients are added to the parameters' gradients.
 
         Raises PeerLostError if another rank is lost.
         """
+        begun = time.perf_counter()
         self._step = step
         self._batches = batches
         # Values and gradients that arrived, until they are used; and results, until they are sent.
@@ -93,6 +100,10 @@ class PipelineEngine:
             end()
         if self._sends:
             self.group.meter.communication("sends", started, time.perf_counter(), step + 1)
+        if self.spans:
+            computed = sum(end - start for _, start, end in self.spans) / len(self.spans)
+            received = sum(action.kind in RECEIVES for action in self.actions)
+            self.costs.append(StepCosts(computed, time.perf_counter() - begun, received))
 
     def _do(self, action: Action) -> None:
         kind, number, microbatch = action

@@ -178,7 +178,7 @@ class LabelHolder:
             (name, ActivationGradients(step, gradient)) for name, gradient in gradients.items()
         ]
         seconds = self.seconds(examples, False) + self.seconds(examples, True)
-        return self.busy.work(seconds, said, now)
+        return self.busy.work(seconds, said, now, "tail")
 
     def _are_bounded(self, gradients: Mapping[str, Tensor | None]) -> bool:
         """Return whether no gradient of the tail or of the activations exceeds `GRADIENT`."""

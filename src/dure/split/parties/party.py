@@ -120,7 +120,8 @@ class Party:
             self.guard.sent([inputs], [values])
         # Contiguous, as the values arrive after transport: the same layout gives the same bits.
         said = Activations(message.number, values.detach().contiguous(), values.requires_grad)
-        return self.busy.work(self.seconds(len(rows), False), [(self.holder, said)], now)
+        seconds = self.seconds(len(rows), False)
+        return self.busy.work(seconds, [(self.holder, said)], now, "head")
 
     def _backward(self, message: ActivationGradients, now: float) -> list[Envelope]:
         sent = self._sent
@@ -136,7 +137,7 @@ class Party:
         # Also without gradients, so that the learning-rate schedule advances.
         self.part.update(message.step)
         self.done += 1
-        return self.busy.work(self.seconds(len(sent), True), [], now)
+        return self.busy.work(self.seconds(len(sent), True), [], now, "head")
 
     def _gradients(self, sent: Tensor, message: ActivationGradients) -> Tensor | None:
         """Return the gradients for the head's backward pass; None without a backward pass."""
