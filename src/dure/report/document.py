@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dure.peer_text import printable
 from dure.report.formatting import escape
+from dure.report.translation import language, translated
 
 _BEYOND_ASCII = re.compile(r"[^\x00-\x7f]+")
 
@@ -41,7 +42,7 @@ def document(
     return "\n".join(
         [
             "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
+            f'<html lang="{language()}"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{_NO_NETWORK}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
@@ -61,8 +62,9 @@ def document(
 
 
 def section(name: str, heading: str, lead: str, body: str) -> str:
-    """Return a section with a heading and an introductory line."""
-    head = f'<h2 id="{name}">{heading}</h2><p class="lead">{lead}</p>'
+    """Return a section with a heading and an introductory line, both translated."""
+    lead = translated(lead)
+    head = f'<h2 id="{name}">{translated(heading)}</h2><p class="lead">{lead}</p>'
     return f'<section aria-labelledby="{name}">{head}{body}</section>'
 
 

@@ -33,6 +33,7 @@ from dure.report.formatting import escape
 from dure.report.live.login import TokenLogin
 from dure.report.live.state import PageState, PageStates
 from dure.report.page import page_script
+from dure.report.translation import in_language, language, translated
 
 BEAT = 10.0
 """Seconds between two heartbeats; the page reconnects after three missing heartbeats."""
@@ -67,8 +68,9 @@ class LivePage:
         where_token: text that says where to find the token.
         secure: whether the page uses TLS.
         server: function that returns the content of /status.
+        language: of the page, "en" or "ko".
 
-    Raises ImportError if plotly is not installed.
+    Raises ImportError if plotly is not installed, ValueError if the language is unknown.
     """
 
     def __init__(
@@ -78,11 +80,13 @@ class LivePage:
         where_token: str,
         secure: bool = False,
         server: Callable[[], Mapping[str, Any]] = dict,
+        language: str = "en",
     ) -> None:
         document.check_plotly("the live page")
         self._door = TokenLogin(token, secure)
         self._where = where_token
-        self.states = PageStates(folders, server)
+        self._language = language
+        self.states = PageStates(folders, server, language)
         self._closed = threading.Event()
         self.readers = 0
 
@@ -147,18 +151,20 @@ class LivePage:
     def _page(self) -> PageResponse:
         state = self.states.newest()
         nonce = secrets.token_urlsafe(16)
-        return _html(200, _document(state, nonce), nonce)
+        with in_language(self._language):
+            return _html(200, _document(state, nonce), nonce)
 
     def _form(self, status: int, wrong: bool = False) -> PageResponse:
         said = "The token is wrong." if wrong else "Enter the token to see this page."
-        body = (
-            '<div class="door"><p class="mark">dure</p>'
-            f'<p role="status">{said} {escape(self._where)}</p>'
-            '<form method="post" action="./"><label for="token">Token</label>'
-            '<input id="token" name="token" type="password" autocomplete="off" required autofocus>'
-            "<button>Show the page</button></form></div>"
-        )
-        return _html(status, _around("dure", body), secrets.token_urlsafe(16))
+        with in_language(self._language):
+            body = (
+                '<div class="door"><p class="mark">dure</p>'
+                f'<p role="status">{translated(said)} {escape(translated(self._where))}</p>'
+                f'<form method="post" action="./"><label for="token">{translated("Token")}</label>'
+                '<input id="token" name="token" type="password" autocomplete="off" required '
+                f"autofocus><button>{translated('Show the page')}</button></form></div>"
+            )
+            return _html(status, _around("dure", body), secrets.token_urlsafe(16))
 
 
 class PageEvents:
@@ -225,7 +231,7 @@ def _around(title: str, body: str, attributes: str = "", scripts: str = "") -> s
     """Return a document with the report's style."""
     style = document.source(document.__file__, "style.css") + document.source(__file__, "live.css")
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<!doctype html>\n<html lang="{language()}"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
         f"<title>{escape(title)}</title><style>{style}</style></head>\n"
@@ -238,7 +244,7 @@ def _document(state: PageState, nonce: str) -> str:
     parts = "".join(
         f'<div data-part="{place}">{html}</div>\n' for place, html in enumerate(state.sections)
     )
-    body = f'<p id="link" role="status">connecting</p>{parts}'
+    body = f'<p id="link" role="status">{translated("connecting")}</p>{parts}'
     over = "yes" if state.over else "no"
     attributes = f' data-version="{escape(state.version)}" data-over="{over}"'
     data = document.as_json(state.data)
