@@ -292,12 +292,8 @@ def _number(value: object) -> float | None:
 # Differences between runs, in a line.
 
 
-def _filled(template: str, **values: object) -> str:
-    return template.format(**values)
-
-
 def unlike(
-    runs: Sequence[tuple[str, TrainingAmount]], write: Callable[..., str] = _filled
+    runs: Sequence[tuple[str, TrainingAmount]], write: Callable[..., str] = str.format
 ) -> str | None:
     """Return a line on settings that matter and differ between runs; None if all are alike.
 

@@ -402,7 +402,7 @@ def _partition(partition: PartitionSummary, users: Sequence[str]) -> JSON:
         drawn = [partition.histograms[client] for client in shown]
         cells = list(map(list, zip(*drawn, strict=True)))
     return {
-        "description": partition.description,
+        "description": recorded(partition.description),
         "users": listed(users),
         "facts": ", ".join(facts) + ".",
         "clients": list(shown),

@@ -199,7 +199,7 @@ def _text(run: ReportedRun, key: str, y: float, axis: OverviewAxis, x: float) ->
     ]
     most = run.result.largest_sender
     if axis.key == "bytes" and most is not None:
-        lines.append(f"{html.escape(most.name, quote=False)} {size(most.nbytes)}")
+        lines.append(f"{html.escape(recorded(most.name), quote=False)} {size(most.nbytes)}")
     if run.result.mean_of is not None:
         models = html.escape(recorded(run.result.mean_of), quote=False)
         lines.append(translated("mean of {models}", models=models))

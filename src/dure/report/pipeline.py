@@ -25,7 +25,7 @@ from dure.report.document import section
 from dure.report.formatting import UNKNOWN, count, duration, escape, size
 from dure.report.html_fragments import swatch
 from dure.report.runs import RankFacts, ReportedRun, RunTimeline, StageFacts
-from dure.report.translation import translated
+from dure.report.translation import recorded, translated
 
 if TYPE_CHECKING:
     from dure.parallel.pipeline.schedule import Action, Schedule
@@ -206,8 +206,8 @@ def _gantt(step: MeasuredPipelineStep) -> str:
         return [span._replace(start=span.start * 1000, end=span.end * 1000) for span in spans]
 
     panels = [(translated(name), in_milliseconds(one.spans)) for name, one in _both(step).items()]
-    names = [rank.name for rank in step.ranks]
-    drawn = gantt_svg(panels, "ms", names=names, inside=True)
+    names = [recorded(rank.name) for rank in step.ranks]
+    drawn = gantt_svg(panels, "ms", names=names, inside=True, write=translated)
     name = translated("Gantt chart")
     return f'<div class="gantt" role="region" aria-label="{name}" tabindex="0">{drawn}</div>'
 
@@ -217,7 +217,7 @@ def _both(step: MeasuredPipelineStep) -> Mapping[str, ScheduleSimulation]:
 
 
 def _numbers(step: MeasuredPipelineStep) -> str:
-    held = [translated("held by {rank}", rank=escape(rank.name)) for rank in step.ranks]
+    held = [translated("held by {rank}", rank=escape(recorded(rank.name))) for rank in step.ranks]
     rows = ""
     for name, one in _both(step).items():
         over = one.idle_over_busy
@@ -239,7 +239,7 @@ def _stage_table(step: MeasuredPipelineStep) -> str:
         else:
             crossing = _cell(size(stage.there)) + _cell(size(stage.back))
         rows += (
-            f'<tr><th scope="row">{stage.number}</th><td class="text">{escape(rank.name)}</td>'
+            f'<tr><th scope="row">{stage.number}</th><td class="text">{escape(recorded(rank.name))}</td>'
             f'<td class="text">{escape(stage.begins) or translated("the model itself")}</td>'
             f"<td>{count(stage.parameters)}</td>{crossing}</tr>"
         )

@@ -16,7 +16,7 @@ from dure.report.document import section
 from dure.report.formatting import UNKNOWN, duration, escape, size
 from dure.report.html_fragments import swatch
 from dure.report.runs import RankFacts, ReportedRun
-from dure.report.translation import translated
+from dure.report.translation import recorded, translated
 
 _MAX_ROWS = 32
 """Maximum number of ranks in a table; further ranks are only counted."""
@@ -75,7 +75,7 @@ def _block(index: int, run: ReportedRun) -> str:
 
 def _row(rank: RankFacts, columns: Sequence[RankColumn]) -> str:
     cells = "".join(f"<td>{text(rank)}</td>" for _, text in columns)
-    return f'<tr><th scope="row">{escape(rank.name)}</th>{cells}</tr>'
+    return f'<tr><th scope="row">{escape(recorded(rank.name))}</th>{cells}</tr>'
 
 
 def _columns(run: ReportedRun) -> list[RankColumn]:

@@ -111,7 +111,7 @@ def _busy(busy: Sequence[BusySpan], clock: str | None) -> JSON | None:
         "x": translated(f"{clock or 'virtual'} seconds"),
         "who": "",
         "unit": translated("clock"),
-        "rows": [html.escape(name, quote=False) for name in names],
+        "rows": [html.escape(recorded(name), quote=False) for name in names],
         "series": series,
     }
 
@@ -194,7 +194,7 @@ def _facts(run: ReportedRun, servers: ParameterServerFacts) -> str:
             )
         )
     said += [
-        translated("{name} was lost: it {reason}", name=name, reason=recorded(why))
+        translated("{name} was lost: it {reason}", name=recorded(name), reason=recorded(why))
         for name, why in servers.lost.items()
     ]
     return "; ".join(said) + "."

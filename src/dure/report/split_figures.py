@@ -9,7 +9,7 @@ from dure.report.charts import JSON, metrics, short, style, xy
 from dure.report.federated_figures import ROWS
 from dure.report.formatting import metric_name
 from dure.report.runs import PartySpan, ReportedRun, SplitFacts, clock_of
-from dure.report.translation import translated
+from dure.report.translation import recorded, translated
 
 PARTS = {"head": "compute", "tail": "checkpoint", "end": "evaluation", "link": "communication"}
 """Activities, and the names of their colours."""
@@ -71,7 +71,7 @@ def _lanes(doings: Sequence[PartySpan], divided: SplitFacts, seconds: str) -> JS
         "x": seconds,
         "who": "",
         "range": [short(begin - margin, 8), short(end + margin, 8)],
-        "rows": [html.escape(name, quote=False) for name in names],
+        "rows": [html.escape(recorded(name), quote=False) for name in names],
         "series": series,
     }
 

@@ -257,7 +257,7 @@ def _sent_cell(run: ReportedRun) -> str:
     most = run.result.largest_sender
     if most is None:
         return told
-    return f"{told}<small>{escape(most.name)}: {size(most.nbytes)}</small>"
+    return f"{told}<small>{escape(recorded(most.name))}: {size(most.nbytes)}</small>"
 
 
 def _shuffle_column(runs: Sequence[ReportedRun]) -> list[TableColumn]:

@@ -79,7 +79,9 @@ def recorded(word: str) -> str:
         found = pattern.fullmatch(word)
         if found is not None:
             return template.format(**found.groupdict())
-    return word
+    # A list of texts, such as the exposures of a run.
+    parts = word.split("; ")
+    return word if len(parts) == 1 else "; ".join(map(recorded, parts))
 
 
 @cache
