@@ -97,7 +97,7 @@ def content(runs: ReportedRuns, title: str) -> tuple[list[str], dict[str, Any]]:
     compared = overview(runs.runs)
     # The filter is in the first section about several runs.
     controls = filter_field(runs.runs)
-    data = {
+    data: dict[str, Any] = {
         "runs": [{"label": run.label, **charts.style(i)} for i, run in enumerate(runs.runs)],
         "overview": compared,
         "curves": curves,
@@ -108,7 +108,7 @@ def content(runs: ReportedRuns, title: str) -> tuple[list[str], dict[str, Any]]:
         "groups": _groups(runs.runs),
     }
     if words():
-        data["words"] = words()
+        data["words"] = dict(words())
     sections = [
         _header(runs, title),
         overview_section(runs.runs, compared, controls),

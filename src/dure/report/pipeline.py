@@ -239,7 +239,8 @@ def _stage_table(step: MeasuredPipelineStep) -> str:
         else:
             crossing = _cell(size(stage.there)) + _cell(size(stage.back))
         rows += (
-            f'<tr><th scope="row">{stage.number}</th><td class="text">{escape(recorded(rank.name))}</td>'
+            f'<tr><th scope="row">{stage.number}</th>'
+            f'<td class="text">{escape(recorded(rank.name))}</td>'
             f'<td class="text">{escape(stage.begins) or translated("the model itself")}</td>'
             f"<td>{count(stage.parameters)}</td>{crossing}</tr>"
         )

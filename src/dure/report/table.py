@@ -77,7 +77,7 @@ def table(runs: ReportedRuns, controls: str = "") -> str:
             rows += _cell(column, run, winner)
         rows += "</tr>"
         for note in (*_about(run), *run.notes):
-            notes += f"<li>{escape(run.label)}: {escape(note)}.</li>"
+            notes += f"<li>{escape(run.label)}: {escape(recorded(note))}.</li>"
     body = f"<tbody>{rows}</tbody>{_failed(runs.failed, len(columns))}"
     whole = controls + same
     whole += (
@@ -178,13 +178,17 @@ def _heading(title: str, is_text: bool = False) -> str:
     return f'<th scope="col"{kind}><button type="button">{escape(translated(title))}</button></th>'
 
 
+def _reason(reason: str) -> str:
+    return translated("failed: {reason}", reason=escape(recorded(reason)))
+
+
 def _failed(failed: Mapping[str, str], columns: int) -> str:
     """Return a row for each run that failed."""
     if not failed:
         return ""
     rows = "".join(
         f'<tr><th scope="row"><span>{escape(name)}</span></th>'
-        f'<td colspan="{columns}">{translated("failed: {reason}", reason=escape(reason))}</td></tr>'
+        f'<td colspan="{columns}">{_reason(reason)}</td></tr>'
         for name, reason in failed.items()
     )
     return f'<tbody class="failed">{rows}</tbody>'

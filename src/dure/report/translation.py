@@ -32,6 +32,9 @@ ENGLISH = "en"
 CATALOGUES = {"ko": "korean.json"}
 """File of each language except English."""
 
+_VALUES = {"count": r"[0-9.,]+", "number": r"[0-9]+"}
+"""Patterns of values in recorded texts, by the name of their place; any other value is a text."""
+
 _LANGUAGE = ContextVar("language", default=ENGLISH)
 
 
@@ -93,7 +96,7 @@ def _patterns(name: str) -> list[tuple[re.Pattern[str], str]]:
             parts = re.split(r"\{(\w+)\}", english)
             # Texts and names of places alternate.
             inside = [
-                f"(?P<{part}>[^;]+?)" if place % 2 else re.escape(part)
+                f"(?P<{part}>{_VALUES.get(part, '[^;]+')})" if place % 2 else re.escape(part)
                 for place, part in enumerate(parts)
             ]
             found.append((re.compile("".join(inside)), template))
