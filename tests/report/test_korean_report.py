@@ -7,6 +7,7 @@ that stays in English, a place in `NAMES`.
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -227,3 +228,26 @@ def test_the_live_page_is_in_korean(comparison: Path) -> None:
     state = page.states.newest()
     assert english(visible(state.sections), labels([comparison])) == []
     assert state.data["words"] == catalogue("ko")["scripts"]
+
+
+def test_a_request_names_the_language_of_a_live_page(comparison: Path) -> None:
+    page = LivePage([comparison], "secret", "")
+    known = {"authorization": "Bearer secret"}
+    assert '<html lang="en">' in page.answer("GET", "/", known, b"").body.decode()
+    korean = page.answer("GET", "/?language=ko", known, b"").body.decode()
+    assert '<html lang="ko">' in korean
+    assert "개요" in korean
+    assert 'action="./?language=ko"' in page.answer("GET", "/?language=ko", {}, b"").body.decode()
+    entered = page.answer("POST", "/?language=ko", {}, b"token=secret")
+    assert (entered.status, entered.headers["location"]) == (303, "./?language=ko")
+    assert page.answer("POST", "/", {}, b"token=secret").headers["location"] == "./"
+    events = page.answer("GET", "/events?since=&language=ko", known, b"").stream
+    assert events is not None
+    told = events.due().decode()
+    assert told.startswith("event: whole")
+    # JSON in an event is ASCII.
+    assert json.dumps("개요").strip('"') in told
+    wrong = page.answer("GET", "/?language=%3Cb%3E", known, b"")
+    assert wrong.status == 400
+    assert wrong.headers["content-type"].startswith("text/plain")
+    assert wrong.body.decode() == "language '<b>' is unknown: choose one of en, ko\n"

@@ -154,7 +154,7 @@
   const listen = (all = false) => {
     events?.close();
     heard = Date.now();
-    events = new EventSource(`events?since=${all ? "" : version}`);
+    events = new EventSource(`events?since=${all ? "" : version}&language=${document.documentElement.lang}`);
     events.addEventListener("whole", hear(whole));
     events.addEventListener("patch", hear(some));
     events.addEventListener("beat", hear(() => say(over ? "over" : "live", over ? "ended: this is the final report" : "live")));
