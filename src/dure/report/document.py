@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dure.peer_text import printable
+from dure.report import translation
 from dure.report.formatting import escape
 from dure.report.translation import language, translated
 
@@ -46,7 +47,7 @@ def document(
             f'<meta http-equiv="Content-Security-Policy" content="{_NO_NETWORK}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
-            f"<style>{source(__file__, 'style.css')}{style}</style></head>",
+            f"<style>{source(__file__, 'style.css')}{style}{translation.style()}</style></head>",
             # The scripts read the colours of style.css off the probe.
             '<body><span id="probe" hidden></span><main>',
             *filter(None, sections),

@@ -32,6 +32,9 @@ ENGLISH = "en"
 CATALOGUES = {"ko": "korean.json"}
 """File of each language except English."""
 
+STYLES = {"ko": "body{word-break:keep-all}"}
+"""Style of a language, after the styles of the page: Korean breaks lines between words."""
+
 _VALUES = {"count": r"[0-9.,]+", "number": r"[0-9]+"}
 """Patterns of values in recorded texts, by the name of their place; any other value is a text."""
 
@@ -59,6 +62,11 @@ def in_language(name: str) -> Iterator[None]:
 def language() -> str:
     """Return the language now, as HTML names it: en, ko."""
     return _LANGUAGE.get()
+
+
+def style() -> str:
+    """Return the style of the language; empty in English."""
+    return STYLES.get(language(), "")
 
 
 def translated(template: str, **values: object) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from dure.contracts.page import PageResponse
-from dure.report import document
+from dure.report import document, translation
 from dure.report.formatting import escape
 from dure.report.live.login import TokenLogin
 from dure.report.live.state import PageState, PageStates
@@ -256,6 +256,7 @@ def _html(status: int, text: str, nonce: str) -> PageResponse:
 def _around(title: str, body: str, attributes: str = "", scripts: str = "") -> str:
     """Return a document with the report's style."""
     style = document.source(document.__file__, "style.css") + document.source(__file__, "live.css")
+    style += translation.style()
     return (
         f'<!doctype html>\n<html lang="{language_now()}"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
