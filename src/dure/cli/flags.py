@@ -292,7 +292,7 @@ class ReportOptions:
 
     Args:
         out: path of the page; by default report.html in the first run's folder.
-        language: of the page: en or ko (Korean).
+        language: language of the page, en or ko (Korean).
     """
 
     out: Path | None = None

@@ -18,7 +18,7 @@ class WatchOptions:
     Args:
         port: port of the page, at 127.0.0.1; by default any free port.
         linger: seconds for which the page stays after all runs have ended; by default until Ctrl-C.
-        language: of the page: en or ko (Korean).
+        language: language of the page, en or ko (Korean).
     """
 
     port: int = 0
