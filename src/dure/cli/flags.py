@@ -292,9 +292,11 @@ class ReportOptions:
 
     Args:
         out: path of the page; by default report.html in the first run's folder.
+        language: language of the page, en or ko (Korean).
     """
 
     out: Path | None = None
+    language: str = "en"
 
 
 @dataclass(frozen=True)

@@ -399,7 +399,7 @@ def _report(given: list[str]) -> int:
     from dure.report import write_report
 
     out = asked["how"].out if asked["how"].out is not None else Path(names[0]) / "report.html"
-    print(write_report([Path(name) for name in names], out))
+    print(write_report([Path(name) for name in names], out, language=asked["how"].language))
     return 0
 
 

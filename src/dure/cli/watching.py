@@ -18,10 +18,12 @@ class WatchOptions:
     Args:
         port: port of the page, at 127.0.0.1; by default any free port.
         linger: seconds for which the page stays after all runs have ended; by default until Ctrl-C.
+        language: language of the page, en or ko (Korean).
     """
 
     port: int = 0
     linger: float | None = None
+    language: str = "en"
 
 
 def main(given: list[str]) -> int:
@@ -40,7 +42,7 @@ def main(given: list[str]) -> int:
     from dure.run.watch import watch
 
     try:
-        watch([Path(name) for name in names], how.port, how.linger, _tell)
+        watch([Path(name) for name in names], how.port, how.linger, how.language, _tell)
     except KeyboardInterrupt:
         print("dure: the page is closed; the runs continue", file=sys.stderr)
     return 0

@@ -16,7 +16,7 @@ All values follow from config.json and summary.json. A value that does not follo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _JOINT = (
@@ -292,11 +292,16 @@ def _number(value: object) -> float | None:
 # Differences between runs, in a line.
 
 
-def unlike(runs: Sequence[tuple[str, TrainingAmount]]) -> str | None:
+def unlike(
+    runs: Sequence[tuple[str, TrainingAmount]], write: Callable[..., str] = str.format
+) -> str | None:
     """Return a line on settings that matter and differ between runs; None if all are alike.
 
-    For example "Not alike: batch 64, but 32 in local SGD H=16 ×2". runs: label and amount of each.
-    Unknown values are left out. Steps and epochs are alike up to 1 %.
+    For example "Not alike: batch 64, but 32 in local SGD H=16 ×2". Unknown values
+    are left out. Steps and epochs are alike up to 1 %.
+
+    runs: label and amount of each. write: function that fills values into a template, and may
+    translate the template.
     """
     quantities = (
         ("batch", [(label, one.batch) for label, one in runs], 0.0),
@@ -304,12 +309,17 @@ def unlike(runs: Sequence[tuple[str, TrainingAmount]]) -> str | None:
         ("epochs", [(label, one.epochs) for label, one in runs], _CLOSE),
         ("learning rate", [(label, one.learning_rate) for label, one in runs], 0.0),
     )
-    told = [_difference(name, values, close) for name, values, close in quantities]
+    told = [_difference(write(name), values, close, write) for name, values, close in quantities]
     found = [one for one in told if one is not None]
-    return f"Not alike: {'; '.join(found)}." if found else None
+    return write("Not alike: {differences}.", differences="; ".join(found)) if found else None
 
 
-def _difference(name: str, values: Sequence[tuple[str, float | None]], close: float) -> str | None:
+def _difference(
+    name: str,
+    values: Sequence[tuple[str, float | None]],
+    close: float,
+    write: Callable[..., str],
+) -> str | None:
     """Return a text on the values of a quantity; None if they are alike."""
     groups: dict[float, list[str]] = {}
     # Seeds of a system share their label.
@@ -322,17 +332,25 @@ def _difference(name: str, values: Sequence[tuple[str, float | None]], close: fl
         return None
     usual, *others = sorted(groups, key=lambda value: -len(groups[value]))
     if len(others) <= _MOST_NAMED:
-        rest = ", ".join(f"{_text(value)} in {_named(groups[value])}" for value in others)
-        return f"{name} {_text(usual)}, but {rest}"
+        rest = ", ".join(
+            write("{value} in {runs}", value=_text(value), runs=_named(groups[value], write))
+            for value in others
+        )
+        return write("{name} {usual}, but {rest}", name=name, usual=_text(usual), rest=rest)
     counted = sum(map(len, groups.values()))
-    return (
-        f"{name} {_text(usual)} in {len(groups[usual])} of {counted} runs, "
-        f"{_text(min(others))} to {_text(max(others))} in the others"
+    return write(
+        "{name} {usual} in {often} of {counted} runs, {low} to {high} in the others",
+        name=name,
+        usual=_text(usual),
+        often=len(groups[usual]),
+        counted=counted,
+        low=_text(min(others)),
+        high=_text(max(others)),
     )
 
 
-def _named(labels: Sequence[str]) -> str:
-    return labels[0] if len(labels) == 1 else f"{len(labels)} runs"
+def _named(labels: Sequence[str], write: Callable[..., str]) -> str:
+    return labels[0] if len(labels) == 1 else write("{count} runs", count=len(labels))
 
 
 def _text(value: float) -> str:

@@ -30,6 +30,7 @@ from dure.report.runs import (
     clock_of,
     time_of,
 )
+from dure.report.translation import recorded, translated
 
 JSON = dict[str, Any]
 Clock = Callable[[float], float | None]
@@ -104,7 +105,7 @@ def curves(runs: Sequence[ReportedRun]) -> JSON | None:
         "metrics": [
             {
                 "key": key,
-                "name": "training loss" if key == "train_loss" else metric_name(key),
+                "name": translated("training loss") if key == "train_loss" else metric_name(key),
                 "share": is_share(key),
                 "rises": higher_is_better(key),
             }
@@ -134,7 +135,7 @@ def _keys(runs: Sequence[ReportedRun], series: Sequence[JSON]) -> list[str]:
 
 def _axes(runs: Sequence[ReportedRun], series: Sequence[JSON]) -> list[JSON]:
     units = sorted({run.result.unit for run in runs})
-    counted = " or ".join(f"{unit}s" for unit in units)
+    counted = translated(" or ").join(translated(f"{unit}s") for unit in units)
     axes = [
         _axis("epoch", "epochs", "epochs"),
         _axis("seconds", "seconds", "seconds of training"),
@@ -153,7 +154,7 @@ def _has_a_place(axis: str, one: JSON) -> bool:
 
 
 def _axis(key: str, name: str, title: str) -> JSON:
-    return {"title": title, "key": key, "name": name}
+    return {"title": translated(title), "key": key, "name": translated(name)}
 
 
 def timelines(runs: Sequence[ReportedRun]) -> list[JSON]:
@@ -321,7 +322,7 @@ def _timeline(run: int, trace: RunTimeline, most: int) -> JSON:
         bars[_category(span)].append([rows[span.lane], start, length, name])
     return {
         "run": run,
-        "lanes": [html.escape(trace.lanes[lane], quote=False) for lane in shown],
+        "lanes": [html.escape(recorded(trace.lanes[lane]), quote=False) for lane in shown],
         "unit": unit,
         "range": [begin / per_unit, (begin + window) / per_unit],
         "end": end / per_unit,
@@ -335,16 +336,29 @@ def _timeline_note(trace: RunTimeline, lanes: int, drawn: int, kept: int, end: f
     more = len(trace.lanes) - lanes
     if more > 0:
         parts.append(
-            f"{lanes} of {count(len(trace.lanes))} lanes are drawn, the first to start; "
-            f"{count(more)} more in trace.json."
+            translated(
+                "{drawn} of {all} lanes are drawn, the first to start; {more} more in trace.json.",
+                drawn=lanes,
+                all=count(len(trace.lanes)),
+                more=count(more),
+            )
         )
     if drawn < kept:
         parts.append(
-            f"The first {count(drawn)} of their {count(kept)} spans are drawn, to "
-            f"{duration(end / 1000)}."
+            translated(
+                "The first {drawn} of their {all} spans are drawn, to {end}.",
+                drawn=count(drawn),
+                all=count(kept),
+                end=duration(end / 1000),
+            )
         )
     if trace.dropped:
-        parts.append(f"The run recorded only its first spans and dropped {count(trace.dropped)}.")
+        parts.append(
+            translated(
+                "The run recorded only its first spans and dropped {count}.",
+                count=count(trace.dropped),
+            )
+        )
     return " ".join(parts)
 
 
@@ -371,19 +385,24 @@ def _partition(partition: PartitionSummary, users: Sequence[str]) -> JSON:
     shown = range(0, clients, every)
     ordered = sorted(partition.counts)
     facts = [
-        f"{count(clients)} clients",
-        f"{count(sum(ordered))} examples",
-        f"{count(ordered[0])} to {count(ordered[-1])} each, median {count(ordered[clients // 2])}",
+        translated("{count} clients", count=count(clients)),
+        translated("{count} examples", count=count(sum(ordered))),
+        translated(
+            "{low} to {high} each, median {median}",
+            low=count(ordered[0]),
+            high=count(ordered[-1]),
+            median=count(ordered[clients // 2]),
+        ),
     ]
     if every > 1:
-        facts.append(f"every {every}th client is drawn")
+        facts.append(translated("every {number}th client is drawn", number=every))
     cells = None
     if partition.histograms:
         # A row for each class, over the clients.
         drawn = [partition.histograms[client] for client in shown]
         cells = list(map(list, zip(*drawn, strict=True)))
     return {
-        "description": partition.description,
+        "description": recorded(partition.description),
         "users": listed(users),
         "facts": ", ".join(facts) + ".",
         "clients": list(shown),
@@ -414,8 +433,8 @@ def xy(x: str, y: str, series: Sequence[JSON], metric: str = "", log: bool = Fal
     """Return a figure with two axes. metric: of the vertical axis; a share is drawn in percent."""
     return {
         "kind": "xy",
-        "x": x,
-        "y": y,
+        "x": translated(x),
+        "y": translated(y),
         "series": list(series),
         "share": is_share(metric),
         "log": log,

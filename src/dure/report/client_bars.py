@@ -9,6 +9,7 @@ from __future__ import annotations
 from dure.report.federated_figures import FederationRun, name_of
 from dure.report.formatting import escape, higher_is_better, is_share, metric_name, metric_value
 from dure.report.html_fragments import swatch
+from dure.report.translation import translated
 
 MOST = 100
 """Most clients with a bar."""
@@ -36,9 +37,11 @@ def client_bars(one: FederationRun, metric: str) -> str:
         for client in shown
     )
     name = escape(metric_name(metric))
-    heading = f"<h3>{swatch(one.place)}<span>{escape(one.run.label)}: {name} by client</span></h3>"
+    title = translated("{run}: {metric} by client", run=escape(one.run.label), metric=name)
+    heading = f"<h3>{swatch(one.place)}<span>{title}</span></h3>"
     left = len(known) - len(shown)
-    more = f'<p class="aside">{left} more clients, all with better values.</p>' if left else ""
+    note = translated("{count} more clients, all with better values.", count=left)
+    more = f'<p class="aside">{note}</p>' if left else ""
     return f'<div class="bars clients">{heading}<ul>{rows}</ul>{more}</div>'
 
 
@@ -49,7 +52,8 @@ def _has_name(one: FederationRun, client: int) -> bool:
 def _row(name: str, metric: str, value: float, worst: float, full: float) -> str:
     written = metric_value(metric, value)
     if value == worst:
-        written = f'<span class="least">{written}<span class="unseen"> (worst)</span></span>'
+        mark = f'<span class="unseen"> ({translated("worst")})</span>'
+        written = f'<span class="least">{written}{mark}</span>'
     width = max(0.0, min(100.0, 100 * value / full))
     kind = "checkpoint" if value == worst else "compute"
     bar = f'<span class="bar"><i class="{kind}" style="width:{width:.1f}%"></i></span>'

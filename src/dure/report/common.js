@@ -17,6 +17,9 @@ const common = (() => {
   const $ = (id) => document.getElementById(id);
   const data = JSON.parse($("data").textContent);
   const touch = matchMedia("(pointer: coarse)").matches;
+  // An English text in the page's language, with values for the names in braces.
+  const text = (english, values = {}) =>
+    ((data.words || {})[english] || english).replace(/\{(\w+)\}/g, (all, name) => (name in values ? values[name] : all));
   // plotly reads a little HTML in texts: those from a run folder are escaped.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
@@ -124,5 +127,5 @@ const common = (() => {
       drawAll();
     });
   };
-  return { body, fail, $, data, touch, plain, axis, draw, mark, symbol, bytes, seconds, drawEach, root, onTheme, redraw };
+  return { body, fail, $, data, touch, text, plain, axis, draw, mark, symbol, bytes, seconds, drawEach, root, onTheme, redraw };
 })();

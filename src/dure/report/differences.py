@@ -15,6 +15,7 @@ from dure.report.formatting import UNKNOWN, count, escape, plural
 from dure.report.html_fragments import swatch
 from dure.report.repeat_command import setting_text
 from dure.report.runs import ReportedRun
+from dure.report.translation import translated
 
 _NO_SETTINGS = ("label", "run", "partition", "classes", "command", "versions", "parameters")
 """Keys of config.json that are no settings: results, and values unique to each run."""
@@ -31,18 +32,22 @@ def differences(runs: Sequence[ReportedRun]) -> str:
     if not shown and not folded:
         return ""
     same = {name for own in settings for name in own} - set(differing) - set(partial)
-    lead = (
+    lead = translated(
         "Settings that differ between runs whose systems both have them; "
-        f"{plural(len(same), 'other')} are the same in all runs that have them."
+        "{others} are the same in all runs that have them.",
+        others=plural(len(same), "other"),
     )
     body = _table(runs, settings, shown, "differences") if shown else ""
     if folded:
-        heading = f"{plural(len(folded), 'more setting')} that only some systems have"
-        if len(differing) > _MOST:
-            heading = plural(len(folded), "more setting")
+        heading = plural(len(folded), "more setting")
+        if len(differing) <= _MOST:
+            heading = translated("{settings} that only some systems have", settings=heading)
         inner = _table(runs, settings, folded[:_MOST], "differences-folded")
         if len(folded) > _MOST:
-            inner += f'<p class="aside">The first {_MOST} of {count(len(folded))} are shown.</p>'
+            note = translated(
+                "The first {shown} of {all} are shown.", shown=_MOST, all=count(len(folded))
+            )
+            inner += f'<p class="aside">{note}</p>'
         body += f'<details class="more"><summary>{heading}</summary>{inner}</details>'
     return section("differences", "What differs", lead, body)
 
@@ -63,8 +68,8 @@ def _table(
         cells = "".join(f'<td class="text">{_written(own, name)}</td>' for name in names)
         rows += f'<tr><th scope="row">{who}</th>{cells}</tr>'
     return (
-        f'<div class="scroll" role="region" aria-label="{label}" tabindex="0"><table>'
-        f'<thead><tr><th scope="col">run</th>{heads}</tr></thead>'
+        f'<div class="scroll" role="region" aria-label="{translated(label)}" tabindex="0"><table>'
+        f'<thead><tr><th scope="col">{translated("run")}</th>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
 
@@ -130,5 +135,5 @@ def _named(name: str) -> str:
     # "strategy.name" becomes "system", "strategy.batch_size" becomes "batch size".
     room, _, field = name.partition(".")
     if field == "name":
-        return "system" if room == "strategy" else room
+        return translated("system") if room == "strategy" else room
     return (field or room).replace("_", " ")

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dure.peer_text import printable
+from dure.report import translation
 from dure.report.formatting import escape
+from dure.report.translation import language, translated
 
 _BEYOND_ASCII = re.compile(r"[^\x00-\x7f]+")
 
@@ -41,11 +43,11 @@ def document(
     return "\n".join(
         [
             "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
+            f'<html lang="{language()}"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{_NO_NETWORK}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
-            f"<style>{source(__file__, 'style.css')}{style}</style></head>",
+            f"<style>{source(__file__, 'style.css')}{style}{translation.style()}</style></head>",
             # The scripts read the colours of style.css off the probe.
             '<body><span id="probe" hidden></span><main>',
             *filter(None, sections),
@@ -61,8 +63,9 @@ def document(
 
 
 def section(name: str, heading: str, lead: str, body: str) -> str:
-    """Return a section with a heading and an introductory line."""
-    head = f'<h2 id="{name}">{heading}</h2><p class="lead">{lead}</p>'
+    """Return a section with a heading and an introductory line, both translated."""
+    lead = translated(lead)
+    head = f'<h2 id="{name}">{translated(heading)}</h2><p class="lead">{lead}</p>'
     return f'<section aria-labelledby="{name}">{head}{body}</section>'
 
 

@@ -8,6 +8,7 @@ from dure.report.document import section
 from dure.report.formatting import escape
 from dure.report.html_fragments import swatch, table
 from dure.report.runs import ReportedRun
+from dure.report.translation import recorded
 
 
 def exposures(runs: Sequence[ReportedRun]) -> str:
@@ -24,7 +25,8 @@ def exposures(runs: Sequence[ReportedRun]) -> str:
         for who, what in said:
             rows += (
                 f'<tr><th scope="row">{swatch(place)} {escape(run.label)}</th>'
-                f'<td class="text">{escape(who)}</td><td class="text said">{escape(what)}</td></tr>'
+                f'<td class="text">{escape(recorded(who))}</td>'
+                f'<td class="text said">{escape(recorded(what))}</td></tr>'
             )
     lead = (
         "What each participant could learn of a client’s data from the messages. Evaluations use "

@@ -52,6 +52,7 @@ from dure.report.runs import (
     clock_of,
     time_of,
 )
+from dure.report.translation import recorded, translated
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,15 @@ def in_a_line(run: ReportedRun) -> str | None:
     """
     if run.federation is None:
         return None
-    why = f" ({run.federation.why})" if run.federation.why else ""
-    engine = f"{run.federation.engine} engine{why}" if run.federation.engine else None
+    why = f" ({recorded(run.federation.why)})" if run.federation.why else ""
+    named = run.federation.engine
+    engine = translated("{engine} engine{why}", engine=named, why=why) if named else None
     # None without a federation clock.
     now = next((at for line in reversed(run.steps) if (at := time_of(line)) is not None), None)
-    clock = None if now is None else f"{duration(now)} of {clock_of(run)} time"
+    clock = None
+    if now is not None:
+        kind = translated(str(clock_of(run)))
+        clock = translated("{duration} of {clock} time", duration=duration(now), clock=kind)
     told = [engine, clock, _bits(run.federation), _came(run, run.federation), _left(run)]
     return "; ".join(filter(None, told))
 
@@ -96,10 +101,14 @@ def _left(run: ReportedRun) -> str | None:
     if federation is None or not federation.left:
         return None
     clients = federation.took_part.get("clients")
-    of = "" if clients is None else f" of {count(clients)}"
+    of = "" if clients is None else translated(" of {count}", count=count(clients))
     who = listed(
         [
-            f"{name_of(run, client)} (from round {count(round)} on)"
+            translated(
+                "{client} (from round {round} on)",
+                client=name_of(run, client),
+                round=count(round),
+            )
             for client, round in federation.left.items()
         ]
     )
@@ -107,9 +116,18 @@ def _left(run: ReportedRun) -> str | None:
     data = (
         ""
         if share is None
-        else f", and the last model was trained on {100 * share:.0f} % of the examples"
+        else translated(
+            ", and the last model was trained on {percent} % of the examples",
+            percent=f"{100 * share:.0f}",
+        )
     )
-    return f"{plural(len(federation.left), 'client')}{of} missing at the end: {who}{data}"
+    return translated(
+        "{clients}{of} missing at the end: {who}{data}",
+        clients=plural(len(federation.left), "client"),
+        of=of,
+        who=who,
+        data=data,
+    )
 
 
 def _bits(federation: FederationFacts) -> str | None:
@@ -117,9 +135,9 @@ def _bits(federation: FederationFacts) -> str | None:
     if federation.bits is None:
         return None
     if federation.bits == "same":
-        return "clients compute the same bits as a simulation"
+        return translated("clients compute the same bits as a simulation")
     why = f" ({listed(federation.differs)})" if federation.differs else ""
-    return f"clients compute close to a simulation, not the same bits{why}"
+    return translated("clients compute close to a simulation, not the same bits{why}", why=why)
 
 
 def _came(run: ReportedRun, federation: FederationFacts) -> str:
@@ -131,9 +149,11 @@ def _came(run: ReportedRun, federation: FederationFacts) -> str:
         if outcome != "accepted":
             # On a network, an outcome may be a sentence about the failure.
             known = outcome in COLOURS or outcome == "refused"
-            said.append(f"{count(number)} {outcome if known else f'failed ({outcome})'}")
+            template = "{count} {outcome}" if known else "{count} failed ({outcome})"
+            said.append(translated(template, count=count(number), outcome=recorded(outcome)))
     most = max(federation.refusals, key=federation.refusals.__getitem__, default=None)
-    return ", ".join(said) + ("" if most is None else f"; rejected most often: {most}")
+    rejected = translated("; rejected most often: {reason}", reason=recorded(most or ""))
+    return ", ".join(said) + ("" if most is None else rejected)
 
 
 def _outcomes(run: ReportedRun, federation: FederationFacts) -> dict[str, int]:
@@ -164,19 +184,21 @@ def federations(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> str:
     told = federations_of(runs)
     if not told:
         return ""
-    lead = (
+    lead = translated(
         "Participation over time: a bar is one assignment of a client, from its start to its "
         "end, on the federation’s clock."
     )
     if any(run.federation.there for run in runs if run.federation is not None):
-        lead += " The pale bar behind it is the time in which the client was available."
+        lead += translated(" The pale bar behind it is the time in which the client was available.")
     if any(name.startswith("staleness") for name in drawn):
-        lead += (
+        lead += translated(
             " The staleness of an update is the number of models that the server has made since "
             "the model on which the update is based."
         )
     if any(name.startswith("norms") for name in drawn):
-        lead += " Cosines are between an update and the following step of the global model."
+        lead += translated(
+            " Cosines are between an update and the following step of the global model."
+        )
     return section("federations", "Federation", lead, "".join(_block(one, drawn) for one in told))
 
 
@@ -213,16 +235,24 @@ def _facts(run: ReportedRun, federation: FederationFacts) -> str:
         # The number of clients is known only from the partition, or from a network's cohort.
         clients = len(run.partition.counts) if run.partition is not None else None
         clients = clients or len(federation.cohort) or None
-        known = f" of {count(clients)}" if clients else ""
+        known = translated(" of {count}", count=count(clients)) if clients else ""
         each = _between(min(turns), max(turns))
         said.append(
             _everybody(run, len(turns), clients, min(turns))
-            or f"{count(len(turns))}{known} clients sent updates, {each} each"
+            or translated(
+                "{count}{of} clients sent updates, {each} each",
+                count=count(len(turns)),
+                of=known,
+                each=each,
+            )
         )
     if federation.out:
         said.append(
-            f"{plural(len(federation.out), 'client')} had reached their transfer budget: "
-            f"{_some(run, federation.out)}"
+            translated(
+                "{clients} had reached their transfer budget: {names}",
+                clients=plural(len(federation.out), "client"),
+                names=_some(run, federation.out),
+            )
         )
     if federation.cost is not None:
         said.append(_cost(federation.cost))
@@ -236,24 +266,40 @@ def _everybody(run: ReportedRun, gave: int, clients: int | None, least: int) -> 
     rounds = run.result.steps
     if rounds is None or gave != clients or least < rounds:
         return None
-    return (
-        f"all {count(gave)} clients took part in every one of the {plural(rounds, 'round')}, and "
-        "their updates counted: no client was left out"
+    return translated(
+        "all {count} clients took part in every one of the {rounds}, and their updates counted: "
+        "no client was left out",
+        count=count(gave),
+        rounds=plural(rounds, "round"),
     )
 
 
 def _cost(cost: FederationCost) -> str:
     """Compare the bytes and energy spent with uploading the data."""
-    spent = "" if cost.joules is None else f" and spent {cost.joules:,.4g} J"
-    raw = "" if cost.raw_joules is None else f" and {cost.raw_joules:,.4g} J"
-    passed = (
-        "more than the federation has sent"
-        if cost.break_even is None
-        else f"which it passed in round {count(cost.break_even)}"
+    spent = (
+        ""
+        if cost.joules is None
+        else translated(" and spent {joules} J", joules=f"{cost.joules:,.4g}")
     )
-    return (
-        f"clients and server have sent {size(cost.nbytes)}{spent}; uploading the raw data would "
-        f"take {size(cost.raw_bytes)}, {duration(cost.raw_seconds)}{raw}, {passed}"
+    raw = (
+        ""
+        if cost.raw_joules is None
+        else translated(" and {joules} J", joules=f"{cost.raw_joules:,.4g}")
+    )
+    passed = (
+        translated("more than the federation has sent")
+        if cost.break_even is None
+        else translated("which it passed in round {round}", round=count(cost.break_even))
+    )
+    return translated(
+        "clients and server have sent {bytes}{spent}; uploading the raw data would take "
+        "{raw_bytes}, {raw_seconds}{raw_energy}, {passed}",
+        bytes=size(cost.nbytes),
+        spent=spent,
+        raw_bytes=size(cost.raw_bytes),
+        raw_seconds=duration(cost.raw_seconds),
+        raw_energy=raw,
+        passed=passed,
     )
 
 
@@ -263,7 +309,9 @@ def _some(run: ReportedRun, clients: Sequence[int]) -> str:
 
 
 def _between(low: int, high: int) -> str:
-    return count(low) if low == high else f"{count(low)} to {count(high)}"
+    if low == high:
+        return count(low)
+    return translated("{low} to {high}", low=count(low), high=count(high))
 
 
 def _flights_note(federation: FederationFacts, flights: JSON) -> str:
@@ -272,14 +320,29 @@ def _flights_note(federation: FederationFacts, flights: JSON) -> str:
     rows = len(flights["rows"])
     if flights["clients"] > rows:
         parts.append(
-            f"{rows} of {count(flights['clients'])} clients are drawn, those asked most often."
+            translated(
+                "{drawn} of {all} clients are drawn, those asked most often.",
+                drawn=rows,
+                all=count(flights["clients"]),
+            )
         )
     if flights["left"]:
-        parts.append(f"The last {count(flights['left'])} of their assignments are not shown.")
+        parts.append(
+            translated(
+                "The last {count} of their assignments are not shown.",
+                count=count(flights["left"]),
+            )
+        )
     happened = sum(federation.outcomes.values())
     kept = len(federation.assignments)
     if happened > kept:
-        parts.append(f"The run recorded only its first {count(kept)} of {count(happened)}.")
+        parts.append(
+            translated(
+                "The run recorded only its first {count} of {all}.",
+                count=count(kept),
+                all=count(happened),
+            )
+        )
     return escape(" ".join(parts))
 
 
@@ -288,11 +351,12 @@ def _honesty(figure: JSON) -> str:
     there = {one["name"] for one in figure["series"]}
     said = ""
     for look in (HONEST, ATTACKER):
-        if look.who in there:
+        if translated(look.who) in there:
             sign = f'<b style="color:{look.colour}" aria-hidden="true">{look.sign}</b>'
-            said += f'<span class="key">{sign} {look.who}</span>'
+            said += f'<span class="key">{sign} {translated(look.who)}</span>'
     every = figure["every"]
-    return said + (f"One round of {every} is drawn." if every > 1 else "")
+    some = translated("One round of {count} is drawn.", count=every)
+    return said + (some if every > 1 else "")
 
 
 def _outcome_table(run: ReportedRun, federation: FederationFacts) -> str:
@@ -301,7 +365,9 @@ def _outcome_table(run: ReportedRun, federation: FederationFacts) -> str:
         return ""
     rows = ""
     for outcome, number in _outcomes(run, federation).items():
-        key = f'<span class="key"><i class="{colour(outcome)}"></i>{escape(outcome)}</span>'
+        key = (
+            f'<span class="key"><i class="{colour(outcome)}"></i>{escape(recorded(outcome))}</span>'
+        )
         numbers = f"<td>{count(number)}</td><td>{100 * number / asked:.1f} %</td>"
         rows += f'<tr><th scope="row">{key}</th>{numbers}</tr>'
     return table("Outcomes", "narrow", ("outcome", "assignments", "share"), rows)
@@ -317,7 +383,8 @@ def _cohort(federation: FederationFacts) -> str:
     order = sorted(federation.cohort, key=lambda one: (-trouble.get(one.client, 0), one.client))
     shown = sorted(order[:MOST_MEMBERS], key=lambda one: one.client)
     left = len(order) - len(shown)
-    note = f"<p>{count(left)} more clients with fewer data.</p>" if left else ""
+    more = translated("{count} more clients with fewer data.", count=count(left))
+    note = f"<p>{more}</p>" if left else ""
     rows = "".join(_member_row(one, federation, failed.get(one.client, {})) for one in shown)
     head = ("client", "examples", "held out", "counted", "did not count", "there", "machine")
     return table("Clients", "long", head, rows) + note
@@ -340,13 +407,15 @@ def _failed(federation: FederationFacts) -> dict[int, Counter[str]]:
 
 def _member_row(one: ClientFacts, federation: FederationFacts, failed: Mapping[str, int]) -> str:
     why = "; ".join(
-        reason if number == 1 else f"{reason} ({count(number)} times)"
+        recorded(reason)
+        if number == 1
+        else translated("{reason} ({count} times)", reason=recorded(reason), count=count(number))
         for reason, number in sorted(failed.items(), key=lambda item: -item[1])
     )
     there = sum(span.ended - span.began for span in federation.there if span.client == one.client)
-    machine = one.machine or "a training loop of its own"
+    machine = one.machine or translated("a training loop of its own")
     if one.differs and one.machine is not None:
-        machine += f" (differs: {'; '.join(one.differs)})"
+        machine += translated(" (differs: {reasons})", reasons="; ".join(one.differs))
     examples = UNKNOWN if one.examples is None else count(one.examples)
     return (
         f'<tr data-client="{escape(one.name)}"><th scope="row">{escape(one.name)}</th>'
@@ -369,14 +438,16 @@ def fairness(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> str:
     metrics = [metric for metric in metrics_of(told) if f"clients-{metric}" in drawn]
     if not metrics:
         return ""
-    lead = (
+    lead = translated(
         "Models at the last evaluation on each client’s held-out data, which are not used for "
         "training. Clients are in order from the lowest value to the highest: the flatter a "
         "curve, the fairer the model. Each client counts equally; a tenth of the clients is at "
         "the worst tenth (p10 among the curves) or worse."
     )
     if any(f"personal-{metric}" in drawn for metric in metrics):
-        lead += " A client’s own model is its personal model, or the global one after fine-tuning."
+        lead += translated(
+            " A client’s own model is its personal model, or the global one after fine-tuning."
+        )
     body = "".join(_fair(told, metric, drawn) for metric in metrics)
     body += "".join(map(_failures, told))
     return section("fairness", "Client by client", lead, f'<div class="pipeline">{body}</div>')
@@ -388,13 +459,18 @@ def _failures(one: FederationRun) -> str:
     for client, reason in one.federation.not_measured.items():
         reasons.setdefault(reason, []).append(client)
     said = [
-        f"{_some(one.run, clients)}: {reason}"
+        f"{_some(one.run, clients)}: {recorded(reason)}"
         for reason, clients in sorted(reasons.items(), key=lambda item: -len(item[1]))
     ]
     if not said:
         return ""
-    more = f"; and {len(said) - 5} more reasons" if len(said) > 5 else ""
-    text = f"{one.run.label}: could not evaluate: {'; '.join(said[:5])}{more}."
+    more = translated("; and {count} more reasons", count=len(said) - 5) if len(said) > 5 else ""
+    text = translated(
+        "{run}: could not evaluate: {reasons}{more}.",
+        run=one.run.label,
+        reasons="; ".join(said[:5]),
+        more=more,
+    )
     return f"<p>{escape(text)}</p>"
 
 
@@ -402,7 +478,8 @@ def _fair(told: Sequence[FederationRun], metric: str, drawn: Mapping[str, JSON])
     name = escape(metric_name(metric))
     clients = f"clients-{metric}"
     personal = f"personal-{metric}"
-    shown = [figure_of(clients, f"Spread of {name} over clients", _curve_names(drawn[clients]))]
+    over = translated("Spread of {metric} over clients", metric=name)
+    shown = [figure_of(clients, over, _curve_names(drawn[clients]))]
     if personal in drawn:
         heading = "Clients’ own models against the global one"
         shown.append(figure_of(personal, heading, _better(told, metric)))
@@ -413,14 +490,15 @@ def _fair(told: Sequence[FederationRun], metric: str, drawn: Mapping[str, JSON])
         "run",
         "model",
         "clients",
-        f"mean {name}",
+        translated("mean {metric}", metric=name),
         "worst tenth",
         "standard deviation",
         "median",
         "worst client",
         "all examples",
     )
-    whole = grid(shown) + table(f"Spread of {name}", "long", head, rows, texts=["model"])
+    spread_of = translated("Spread of {metric}", metric=name)
+    whole = grid(shown) + table(spread_of, "long", head, rows, texts=["model"])
     return whole + "".join(client_bars(one, metric) for one in told)
 
 
@@ -435,7 +513,7 @@ def _spread_row(one: FederationRun, model: str, metric: str, values: Sequence[fl
     cells += f"<td>{_worst(one, key)}</td>"
     cells += f"<td>{metric_value(metric, one.run.result.final.get(key))}</td>"
     return (
-        f'<tr><th scope="row">{who}</th><td class="text">{model}</td>'
+        f'<tr><th scope="row">{who}</th><td class="text">{translated(model)}</td>'
         f"<td>{count(of.clients)}</td>{cells}</tr>"
     )
 
@@ -455,7 +533,8 @@ def _worst(one: FederationRun, key: str) -> str:
 
 
 def _curve_names(figure: JSON) -> str:
-    own = any(one["name"].endswith(", own model") for one in figure["series"])
+    ending = translated("{run}, own model", run="")
+    own = any(one["name"].endswith(ending) for one in figure["series"])
     return "Dotted: each client’s own model." if own else ""
 
 
@@ -471,7 +550,11 @@ def _better(told: Sequence[FederationRun], metric: str) -> str:
         )
         if pairs:
             parts.append(
-                f"{escape(one.run.label)}: the own model is better for {count(won)} of "
-                f"{count(len(pairs))}."
+                translated(
+                    "{run}: the own model is better for {count} of {all}.",
+                    run=escape(one.run.label),
+                    count=count(won),
+                    all=count(len(pairs)),
+                )
             )
     return " ".join(parts)

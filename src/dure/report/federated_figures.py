@@ -21,6 +21,7 @@ from dure.report.runs import (
     UpdateRecord,
     clock_of,
 )
+from dure.report.translation import recorded, translated
 
 ROWS = 60
 """Most clients in the figure of assignments."""
@@ -91,7 +92,7 @@ def figures(runs: Sequence[ReportedRun]) -> dict[str, JSON]:
     for place, run, federation in told:
         updates = _thinned(federation.updates)
         called = _called(run)
-        seconds = f"{clock_of(run) or 'virtual'} seconds"
+        seconds = translated(f"{clock_of(run) or 'virtual'} seconds")
         drawn[f"flights-{place}"] = _flights(federation, most, called, seconds)
         drawn[f"staleness-{place}"] = _staleness(federation.staleness)
         drawn[f"norms-{place}"] = _points(updates, "norm", lambda sent: sent.norm, called, log=True)
@@ -190,7 +191,7 @@ def _flights(
     series = _there([one for one in federation.there if one.client in row][:most], row)
     for outcome in outcomes:
         bars_of_it = [_bar(one, row) for one in kept if one.outcome == outcome]
-        name = html.escape(outcome, quote=False)
+        name = html.escape(recorded(outcome), quote=False)
         series.append({"name": name, "color": f"var(--{colour(outcome)})", "spans": bars_of_it})
     return {
         "kind": "lanes",
@@ -207,7 +208,9 @@ def _there(there: Sequence[PresenceSpan], row: Mapping[int, int]) -> list[JSON]:
     spans = [
         [row[one.client], short(one.began, 8), short(one.ended - one.began), None] for one in there
     ]
-    return [{"name": "there", "color": "var(--line)", "wide": True, "spans": spans}] * bool(spans)
+    return [
+        {"name": translated("there"), "color": "var(--line)", "wide": True, "spans": spans}
+    ] * bool(spans)
 
 
 def _bar(one: AssignmentSpan, row: Mapping[int, int]) -> list[float | None]:
@@ -222,7 +225,7 @@ def _staleness(staleness: Mapping[int, int]) -> JSON | None:
     x = sorted(staleness)
     bars = {
         "type": "bar",
-        "name": "updates",
+        "name": translated("updates"),
         "color": "var(--compute)",
         "x": x,
         "y": [staleness[one] for one in x],
@@ -264,12 +267,15 @@ def _points(
             series.append(
                 {
                     "type": "markers",
-                    "name": look.who,
+                    "name": translated(look.who),
                     "color": look.colour,
                     "symbol": look.symbol,
                     "x": [sent.round + 1 for sent, _ in of_these],
                     "y": [short(y) for _, y in of_these],
-                    "said": [f"client {called(sent.client)}" for sent, _ in of_these],
+                    "said": [
+                        translated("client {name}", name=called(sent.client))
+                        for sent, _ in of_these
+                    ],
                 }
             )
     low = min(y for _, y in known)
@@ -310,9 +316,11 @@ def _personal(told: Sequence[FederationRun], metric: str) -> JSON | None:
     if not series:
         return None
     name = metric_name(metric)
-    figure = xy(f"{name} of the global model", f"{name} of the client’s own", series, metric)
+    x = translated("{metric} of the global model", metric=name)
+    figure = xy(x, translated("{metric} of the client’s own", metric=name), series, metric)
     return {**figure, "diagonal": True}
 
 
 def _named(one: FederationRun, model: str = "") -> str:
-    return html.escape(one.run.label, quote=False) + (f", {model} model" if model else "")
+    label = html.escape(one.run.label, quote=False)
+    return translated(f"{{run}}, {model} model", run=label) if model else label

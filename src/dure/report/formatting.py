@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from dure.peer_text import printable
 from dure.record.history import lower_is_better
+from dure.report.translation import counted, recorded, translated
 
 UNKNOWN = "–"
 
@@ -32,7 +33,8 @@ def count(value: float | None) -> str:
 
 def plural(value: float | None, unit: str) -> str:
     """Return a count with its unit: 1 step, 2 steps, – steps."""
-    return f"{count(value)} {unit}" + ("" if value == 1 else "s")
+    phrase = counted(count(value), unit)
+    return phrase or f"{count(value)} {unit}" + ("" if value == 1 else "s")
 
 
 def size(value: float | None) -> str:
@@ -67,7 +69,7 @@ def metric_name(key: str) -> str:
     # "test" is left out, except for a loss, since training has a loss too.
     words = key.replace("_", " ")
     bare = words.removeprefix("test ")
-    return words if "loss" in bare else bare
+    return recorded(words if "loss" in bare else bare)
 
 
 def metric_value(key: str, value: float | None) -> str:
@@ -90,8 +92,9 @@ def higher_is_better(key: str) -> bool:
 def listed(names: Sequence[str], most: int = 6) -> str:
     """Join names: a, b and c; a long list is cut and ends with the number left out."""
     if len(names) > most:
-        return f"{', '.join(names[:most])} and {len(names) - most} more"
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+        first = ", ".join(names[:most])
+        return translated("{first} and {count} more", first=first, count=len(names) - most)
+    return translated(" and ").join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def _three_digits(value: float) -> str:

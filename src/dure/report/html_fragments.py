@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dure.report.formatting import UNKNOWN, count, duration, escape
 from dure.report.json_values import mapping, number
 from dure.report.runs import ReportedRun, WorkerTime
+from dure.report.translation import recorded, translated
 
 
 def world(run: ReportedRun) -> str:
@@ -15,7 +16,7 @@ def world(run: ReportedRun) -> str:
     name = str(asked.get("name", UNKNOWN))
     ranks = number(asked.get("ranks", asked.get("threads")))
     # The summary of an ended run has the words; a killed run has only its config.json.
-    return run.result.world or (f"{count(ranks)} {name}" if ranks else name)
+    return recorded(run.result.world or (f"{count(ranks)} {name}" if ranks else name))
 
 
 def bar(worker: WorkerTime, full: float) -> str:
@@ -27,7 +28,7 @@ def bar(worker: WorkerTime, full: float) -> str:
         for name, value in parts.items()
         if value
     )
-    text = ", ".join(f"{name} {duration(value)}" for name, value in parts.items())
+    text = ", ".join(f"{translated(name)} {duration(value)}" for name, value in parts.items())
     return f'<span class="bar" role="img" aria-label="{text}" title="{text}">{segments}</span>'
 
 
@@ -40,7 +41,9 @@ def percents(worker: WorkerTime) -> str:
 
 def legend(categories: Sequence[str]) -> str:
     """Return the legend of the categories, which begins a section's lead."""
-    names = "".join(f'<span class="key"><i class="{name}"></i>{name}</span>' for name in categories)
+    names = "".join(
+        f'<span class="key"><i class="{name}"></i>{translated(name)}</span>' for name in categories
+    )
     return f"{names}<br>"
 
 
@@ -51,6 +54,7 @@ def swatch(index: int) -> str:
 
 def figure_of(name: str, heading: str, note: str = "") -> str:
     """Return the place of a figure that page.js draws."""
+    heading, note = translated(heading), translated(note)
     aside = f'<p class="aside">{note}</p>' if note else ""
     chart = f'class="chart" data-figure="{escape(name)}" role="img" aria-label="{heading}"'
     return f"<figure><figcaption><h4>{heading}</h4>{aside}</figcaption><div {chart}></div></figure>"
@@ -65,10 +69,13 @@ def grid(shown: Iterable[str]) -> str:
 def table(name: str, kind: str, head: Sequence[str], rows: str, texts: Collection[str] = ()) -> str:
     """Return a small table. kind: its width, "narrow" or "long". texts: columns with words."""
     heads = "".join(
-        f'<th scope="col"{_TEXT if title in texts else ""}>{title}</th>' for title in head
+        f'<th scope="col"{_TEXT if title in texts else ""}>{translated(title)}</th>'
+        for title in head
     )
     inside = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-    around = f'class="scroll small {kind}" role="region" aria-label="{name}" tabindex="0"'
+    around = (
+        f'class="scroll small {kind}" role="region" aria-label="{translated(name)}" tabindex="0"'
+    )
     return f"<div {around}>{inside}</div>"
 
 

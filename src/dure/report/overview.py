@@ -25,6 +25,7 @@ from dure.report.formatting import (
 )
 from dure.report.json_values import mapping, text_of
 from dure.report.runs import ReportedRun, is_simulated, virtual_seconds
+from dure.report.translation import recorded, translated
 
 JSON = dict[str, Any]
 
@@ -89,7 +90,8 @@ def overview(runs: Sequence[ReportedRun]) -> JSON | None:
         "rises": higher_is_better(key),
         "range": _range([point["y"] for chart in found for point in chart["points"]]),
         "families": [
-            {"name": name, "color": _LOOKS[name][0], "symbol": _LOOKS[name][1]} for name in shown
+            {"name": translated(name), "color": _LOOKS[name][0], "symbol": _LOOKS[name][1]}
+            for name in shown
         ],
         "charts": found,
     }
@@ -107,18 +109,19 @@ def overview_section(runs: Sequence[ReportedRun], data: JSON | None, controls: s
     )
     keys = "".join(
         f'<span class="key"><svg class="family" data-family="{place}" viewBox="7 -1 14 14" '
-        f'aria-hidden="true"></svg>{escape(one["name"])}</span>'
+        f'aria-hidden="true"></svg>{escape(translated(one["name"]))}</span>'
         for place, one in enumerate(data["families"])
     )
-    differs = unlike([(_system(run), run.result.amount) for run in runs])
+    differs = unlike([(_system(run), run.result.amount) for run in runs], translated)
     note = "" if differs is None else f'<p class="unlike">{escape(differs)}</p>'
     corner = "top" if data["rises"] else "bottom"
-    lead = (
-        f"A point a run; the best runs are in the {corner} left corner of each chart. Bytes are "
-        "the mean over workers."
+    lead = translated(
+        "A point a run; the best runs are in the {corner} left corner of each chart. Bytes are "
+        "the mean over workers.",
+        corner=translated(corner),
     )
     if any(chart["key"] == _VIRTUAL for chart in data["charts"]):
-        lead += (
+        lead += translated(
             " Virtual time is the time on the clock of a simulation, and has a chart of its own."
         )
     body = (
@@ -136,7 +139,7 @@ def _metric(runs: Sequence[ReportedRun]) -> str | None:
 
 
 def _named(key: str) -> str:
-    return "training loss" if key == "train_loss" else metric_name(key)
+    return translated("training loss") if key == "train_loss" else metric_name(key)
 
 
 def _real(run: ReportedRun) -> float | None:
@@ -177,7 +180,11 @@ def _chart(
     name = _named(key)
     return {
         "key": axis.key,
-        "heading": f"{name[0].upper()}{name[1:]} against {axis.heading}",
+        "heading": translated(
+            "{metric} against {cost}",
+            metric=f"{name[0].upper()}{name[1:]}",
+            cost=translated(axis.heading),
+        ),
         "log": _is_wide([point["x"] for point in points]),
         "points": points,
     }
@@ -188,13 +195,14 @@ def _text(run: ReportedRun, key: str, y: float, axis: OverviewAxis, x: float) ->
     lines = [
         f"<b>{html.escape(run.label, quote=False)}</b>",
         f"{html.escape(_named(key), quote=False)} {metric_value(key, y)}",
-        f"{axis.heading} {axis.text(x)}",
+        f"{translated(axis.heading)} {axis.text(x)}",
     ]
     most = run.result.largest_sender
     if axis.key == "bytes" and most is not None:
-        lines.append(f"{html.escape(most.name, quote=False)} {size(most.nbytes)}")
+        lines.append(f"{html.escape(recorded(most.name), quote=False)} {size(most.nbytes)}")
     if run.result.mean_of is not None:
-        lines.append(f"mean of {html.escape(run.result.mean_of, quote=False)}")
+        models = html.escape(recorded(run.result.mean_of), quote=False)
+        lines.append(translated("mean of {models}", models=models))
     return "<br>".join(lines)
 
 

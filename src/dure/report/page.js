@@ -1,7 +1,7 @@
 // Draws the charts of the report from the page's JSON and makes its controls work: sorting, axes, runs, zoom, print.
 "use strict";
 (() => {
-  const { $, data, touch, plain, draw: react, mark, drawEach, root, onTheme } = common;
+  const { $, data, touch, text, plain, draw: react, mark, drawEach, root, onTheme } = common;
   const narrow = () => innerWidth < 640;
   let printing = false;
 
@@ -82,7 +82,7 @@
         xaxis: axis(across),
         yaxis: axis({ nticks: 6, range, ...(share ? { tickformat: ".0%" } : {}) }),
       });
-      element.setAttribute("aria-label", `${metric}, ${shown.length} runs`);
+      element.setAttribute("aria-label", text("{metric}, {count} runs", { metric, count: shown.length }));
     };
     tools.onNames.push(overview);
     charts.push(overview);
@@ -162,10 +162,10 @@
       }
       const same = [...alike.values()].filter((labels) => labels.length > 1);
       $("curve-note").textContent = [
-        ...same.map((labels) => `On one and the same line: ${labels.join(", ")}.`),
-        ...(off.length ? [`Not on this axis, having no ${x.name} to show: ${off.join(", ")}.`] : []),
+        ...same.map((labels) => text("On one and the same line: {runs}.", { runs: labels.join(", ") })),
+        ...(off.length ? [text("Not on this axis, having no {axis} to show: {runs}.", { axis: x.name, runs: off.join(", ") })] : []),
       ].join(" ");
-      $("curves").setAttribute("aria-label", `${y.name} against ${x.title}`);
+      $("curves").setAttribute("aria-label", text("{metric} against {axis}", { metric: y.name, axis: x.title }));
     };
     choice($("curve-metric"), metrics, y.key, (entry) => { y = entry; startLogs(); curves(); });
     choice($("curve-axis"), axes, x.key, (entry) => { x = entry; startLogs(); curves(); });
@@ -195,10 +195,10 @@
     let range = line.range;
     const timeline = () => {
       const traces = Object.entries(line.spans).map(([category, spans]) => ({
-        type: "bar", orientation: "h", name: category, width: 0.72, marker: { color: `var(--${category})`, line: { width: 0 } },
+        type: "bar", orientation: "h", name: text(category), width: 0.72, marker: { color: `var(--${category})`, line: { width: 0 } },
         y: spans.map((span) => span[0]), base: spans.map((span) => span[1]), x: spans.map((span) => span[2]),
         customdata: spans.map((span) => span[3]), textposition: "none",
-        hovertemplate: `<b>%{customdata}</b><br>${category}<br>%{x:.4~r} ${line.unit}, from %{base:.6~r}<extra></extra>`,
+        hovertemplate: `<b>%{customdata}</b><br>${text(category)}<br>${text("{length}, from {start}", { length: `%{x:.4~r} ${line.unit}`, start: "%{base:.6~r}" })}<extra></extra>`,
       }));
       const rows = line.lanes.length;
       draw($("timeline"), traces, {
@@ -253,10 +253,10 @@
         customdata: told.cells.map((row, i) => row.map((_, j) => [names[i], names[j]])), zmin: 0, zmax: 1, xgap: 1, ygap: 1,
         colorscale: [[0, "var(--empty)"], [1, "var(--full)"]],
         colorbar: { thickness: 10, len: 0.72, outlinewidth: 0, tickformat: ".0%", tickfont: { color: "var(--soft)" } },
-        hovertemplate: "%{customdata[0]}, said to be %{customdata[1]}<br>%{text} examples, %{z:.1%} of the class<extra></extra>",
+        hovertemplate: `${text("{label}, said to be {said}", { label: "%{customdata[0]}", said: "%{customdata[1]}" })}<br>${text("{count} examples, {share} of the class", { count: "%{text}", share: "%{z:.1%}" })}<extra></extra>`,
       }], {
         height: side, dragmode: false,
-        xaxis: axis({ title: "the model says", ...ticks }), yaxis: axis({ title: "class", ...ticks, autorange: "reversed" }),
+        xaxis: axis({ title: text("the model says"), ...ticks }), yaxis: axis({ title: text("class"), ...ticks, autorange: "reversed" }),
       });
     };
     $("answers-run").addEventListener("change", matrix);
@@ -271,14 +271,14 @@
       const bars = {
         type: "bar", x: part.clients, y: part.counts, yaxis: part.cells ? "y2" : "y", marker: { color: "var(--soft)", line: { width: 0 } },
         customdata: part.names,
-        hovertemplate: "client %{customdata}<br>%{y:,} examples<extra></extra>",
+        hovertemplate: `${text("client {name}", { name: "%{customdata}" })}<br>${text("{count} examples", { count: "%{y:,}" })}<extra></extra>`,
       };
       const heat = part.cells && {
         type: "heatmap", x: part.clients, y: part.classes.map((_, i) => i), z: part.cells, customdata: part.cells.map((row, i) => row.map((_, at) => [part.names[at], part.classes[i]])),
         xgap: many ? 0 : 2, ygap: part.classes.length > 40 ? 0 : 2, zmin: 0, zmax: Math.max(1, ...part.cells.map((row) => Math.max(...row))),
         colorscale: [[0, "var(--empty)"], [1, "var(--full)"]],
-        colorbar: { thickness: 10, len: 0.72, y: 0, yanchor: "bottom", outlinewidth: 0, title: { text: "examples", font: { size: 12 } }, tickfont: { color: "var(--soft)" } },
-        hovertemplate: "client %{customdata[0]}, class %{customdata[1]}<br>%{z:,} examples<extra></extra>",
+        colorbar: { thickness: 10, len: 0.72, y: 0, yanchor: "bottom", outlinewidth: 0, title: { text: text("examples"), font: { size: 12 } }, tickfont: { color: "var(--soft)" } },
+        hovertemplate: `${text("client {name}, class {label}", { name: "%{customdata[0]}", label: "%{customdata[1]}" })}<br>${text("{count} examples", { count: "%{z:,}" })}<extra></extra>`,
       };
       const classes = part.classes.length;
       const steps = Math.max(1, Math.ceil(classes / 20));
@@ -287,19 +287,19 @@
       element.style.maxWidth = `${Math.max(360, 46 * part.clients.length + 190)}px`;
       draw(element, heat ? [heat, bars] : [bars], {
         height, bargap: many ? 0 : 0.18, dragmode: false,
-        xaxis: axis({ title: "client", showgrid: false, nticks: narrow() ? 6 : 20, ...(many ? {} : { tickvals: shown, ticktext: shown.map((client) => part.names[part.clients.indexOf(client)]) }) }),
+        xaxis: axis({ title: text("client"), showgrid: false, nticks: narrow() ? 6 : 20, ...(many ? {} : { tickvals: shown, ticktext: shown.map((client) => part.names[part.clients.indexOf(client)]) }) }),
         ...(heat
           ? {
-              yaxis: axis({ title: "class", domain: [0, 0.72], tickvals: ticks, ticktext: ticks.map((i) => part.classes[i]), showgrid: false, autorange: "reversed" }),
-              yaxis2: axis({ title: "examples", domain: [0.77, 1], nticks: 3, rangemode: "tozero" }),
+              yaxis: axis({ title: text("class"), domain: [0, 0.72], tickvals: ticks, ticktext: ticks.map((i) => part.classes[i]), showgrid: false, autorange: "reversed" }),
+              yaxis2: axis({ title: text("examples"), domain: [0.77, 1], nticks: 3, rangemode: "tozero" }),
             }
-          : { yaxis: axis({ title: "examples", rangemode: "tozero" }) }),
+          : { yaxis: axis({ title: text("examples"), rangemode: "tozero" }) }),
       });
     });
   }
 
   const many = (series) => series.reduce((sum, one) => sum + one.spans.length, 0);
-  const lanes = (element, { rows, series, x, range, who = "client", unit = "round" }) => {
+  const lanes = (element, { rows, series, x, range, who = text("client"), unit = text("round") }) => {
     const height = Math.min(22, Math.max(12, 760 / rows.length));
     // Bars that touch are told apart by a gap, where there is room for one.
     const line = { color: "var(--page)", width: many(series) > 25 * rows.length ? 0 : 1 };
@@ -310,7 +310,7 @@
       type: "bar", orientation: "h", name, width: wide ? 1 : 0.8, marker: { color, line: spans.every((span) => span[2] === 0) ? { color, width: 2 } : line }, textposition: "none",
       y: spans.map((span) => span[0]), base: spans.map((span) => span[1]), x: spans.map((span) => span[2]),
       customdata: spans.map((span) => [rows[span[0]], span[3]]),
-      hovertemplate: `<b>${who} %{customdata[0]}</b>${wide || spans[0]?.[3] === null ? "" : `, ${unit} %{customdata[1]:,}`}<br>${name}<br>%{x:.4~r} s, from %{base:.6~r} s<extra></extra>`,
+      hovertemplate: `<b>${who} %{customdata[0]}</b>${wide || spans[0]?.[3] === null ? "" : `, ${unit} %{customdata[1]:,}`}<br>${name}<br>${text("{length}, from {start}", { length: "%{x:.4~r} s", start: "%{base:.6~r} s" })}<extra></extra>`,
     })), {
       barmode: "overlay", height: height * rows.length + 70,
       xaxis: axis({ title: x, nticks: narrow() ? 5 : 12, ...(range ? { range } : { rangemode: "tozero" }) }),

@@ -33,6 +33,14 @@ from dure.report.split import divided_models
 from dure.report.split_figures import figures as figures_of_split
 from dure.report.split_leakage import split_leakage_section
 from dure.report.table import filter_field, table
+from dure.report.translation import (
+    check_language,
+    counted,
+    in_language,
+    recorded,
+    translated,
+    words,
+)
 from dure.report.update_leakage import update_leaks
 
 _BARS = 6
@@ -42,20 +50,29 @@ _FACTS = 3
 """Most values of a fact in the header, if runs differ."""
 
 
-def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -> Path:
+def write_report(
+    folders: Sequence[Path], out: Path, title: str | None = None, language: str = "en"
+) -> Path:
     """Write a self-contained HTML page about the runs in `folders`, and return its path.
 
-    folders: run folders, comparison folders, or folders with runs directly below them. out: path of
-    the page. title: of the page; None chooses a title.
+    Args:
+        folders: run folders, comparison folders, or folders with runs directly below them.
+        out: path of the page.
+        title: of the page; None chooses a title.
+        language: of the page, "en" or "ko".
 
-    Raises ImportError if plotly is not installed, RunFolderError if a folder has no run or the page
-    cannot be written.
+    Raises:
+        ValueError: if the language is unknown.
+        ImportError: if plotly is not installed.
+        RunFolderError: if a folder has no run or the page cannot be written.
     """
+    check_language(language)
     # First: without plotly the runs need not be read.
     plotly = plotly_source("the report")
     runs = read_runs(folders)
     out = Path(out)
-    text = page(runs, title or title_of(runs), plotly)
+    with in_language(language):
+        text = page(runs, title or title_of(runs), plotly)
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     # Invalid Unicode, such as half of a surrogate pair, cannot be encoded, so it is replaced.
@@ -80,7 +97,7 @@ def content(runs: ReportedRuns, title: str) -> tuple[list[str], dict[str, Any]]:
     compared = overview(runs.runs)
     # The filter is in the first section about several runs.
     controls = filter_field(runs.runs)
-    data = {
+    data: dict[str, Any] = {
         "runs": [{"label": run.label, **charts.style(i)} for i, run in enumerate(runs.runs)],
         "overview": compared,
         "curves": curves,
@@ -90,6 +107,8 @@ def content(runs: ReportedRuns, title: str) -> tuple[list[str], dict[str, Any]]:
         "answers": figures_of_answers(runs.runs),
         "groups": _groups(runs.runs),
     }
+    if words():
+        data["words"] = dict(words())
     sections = [
         _header(runs, title),
         overview_section(runs.runs, compared, controls),
@@ -137,10 +156,11 @@ def _groups(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
 def title_of(runs: ReportedRuns) -> str:
     """Return the title of a page about these runs."""
     tasks = list(dict.fromkeys(_task(run) for run in runs.runs))
-    task = f"{len(tasks)} tasks" if tasks else "comparison"
+    task = translated("{count} tasks", count=len(tasks)) if tasks else translated("comparison")
     if len(tasks) == 1:
         task = tasks[0]
-    what = runs.runs[0].label if len(runs.runs) == 1 else f"{len(runs.runs)} runs"
+    several = translated("{count} runs", count=len(runs.runs))
+    what = runs.runs[0].label if len(runs.runs) == 1 else several
     return f"{task}: {what}"
 
 
@@ -159,13 +179,16 @@ def _header(runs: ReportedRuns, title: str) -> str:
         # A value that all runs share is shown once.
         values = list(dict.fromkeys(filter(None, map(fact, runs.runs))))
         if values:
-            more = f" and {len(values) - _FACTS} more" if len(values) > _FACTS else ""
-            text = " / ".join(values[:_FACTS]) + more
-            facts.append(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>")
+            text = " / ".join(values[:_FACTS])
+            if len(values) > _FACTS:
+                more = len(values) - _FACTS
+                text = translated("{first} and {count} more", first=text, count=more)
+            facts.append(f"<div><dt>{translated(name)}</dt><dd>{escape(text)}</dd></div>")
     return (
         f'<header><div class="top"><p class="mark">dure</p>'
-        f'<button type="button" id="theme" aria-label="Switch between light and dark">'
-        f'<span aria-hidden="true">◐</span> Theme</button></div>'
+        f'<button type="button" id="theme" '
+        f'aria-label="{translated("Switch between light and dark")}">'
+        f'<span aria-hidden="true">◐</span> {translated("Theme")}</button></div>'
         f"<h1>{escape(title)}</h1><dl>{''.join(facts)}</dl>{_repeat(runs.runs)}</header>"
     )
 
@@ -182,12 +205,12 @@ def _repeat(runs: Sequence[ReportedRun]) -> str:
     if not rows:
         return ""
     body = f"<dl>{''.join(rows)}</dl>"
-    return f"<details{opened}><summary>Run it again</summary>{body}</details>"
+    return f"<details{opened}><summary>{translated('Run it again')}</summary>{body}</details>"
 
 
 def _task(run: ReportedRun) -> str:
     task = mapping(run.config.get("task"))
-    return str(task.get("title") or task.get("name") or "a task created in Python")
+    return str(task.get("title") or task.get("name") or translated("a task created in Python"))
 
 
 def _stop(run: ReportedRun) -> str | None:
@@ -196,18 +219,24 @@ def _stop(run: ReportedRun) -> str | None:
     }
     # Monitor and min_delta belong to patience, and mean nothing without it.
     measure, least = stop.pop("monitor", None), stop.pop("min_delta", None)
-    said = {key: f"{setting_text(value)} {key}" for key, value in stop.items()}
+    said = {
+        key: counted(str(setting_text(value)), key) or f"{setting_text(value)} {key}"
+        for key, value in stop.items()
+    }
     if "target" in stop:
-        said["target"] = f"target {setting_text(stop['target'])}"
+        said["target"] = translated("target {value}", value=setting_text(stop["target"]))
     if "bytes" in stop:
         said["bytes"] = size(number(stop["bytes"]))
     if "patience" in stop:
         by = "" if measure is None else f" {setting_text(measure)}"
-        more = f" by more than {setting_text(least)}" if least else ""
-        said["patience"] = (
-            f"{setting_text(stop['patience'])} evaluations without a better{by}{more}"
+        more = translated(" by more than {least}", least=setting_text(least)) if least else ""
+        said["patience"] = translated(
+            "{count} evaluations without a better{metric}{more}",
+            count=setting_text(stop["patience"]),
+            metric=by,
+            more=more,
         )
-    return " or ".join(said.values())
+    return translated(" or ").join(said.values())
 
 
 def _versions(run: ReportedRun) -> str:
@@ -231,22 +260,25 @@ def _curves(runs: Sequence[ReportedRun]) -> str:
         for index, run in enumerate(runs)
     )
     seeds = (
-        '<label><input type="checkbox" id="join-seeds"> mean over seeds</label>'
+        f'<label><input type="checkbox" id="join-seeds"> {translated("mean over seeds")}</label>'
         if groups(runs)
         else ""
     )
     body = (
         '<div class="controls">'
-        '<div class="choice" id="curve-metric" role="group" aria-label="Vertical axis"></div>'
-        '<span class="against">against</span>'
-        '<div class="choice" id="curve-axis" role="group" aria-label="Horizontal axis"></div>'
-        '<div class="checks"><label><input type="checkbox" id="log-x"> log x</label>'
-        '<label><input type="checkbox" id="log-y"> log y</label>'
-        f'{seeds}<label>smoothing <input type="range" id="smooth" min="0" max="0.98" step="0.02" '
-        'value="0"></label></div></div>'
-        '<div class="chart" id="curves" role="img" aria-label="Curves of the runs"></div>'
+        '<div class="choice" id="curve-metric" role="group" '
+        f'aria-label="{translated("Vertical axis")}"></div>'
+        f'<span class="against">{translated("against")}</span>'
+        '<div class="choice" id="curve-axis" role="group" '
+        f'aria-label="{translated("Horizontal axis")}"></div>'
+        f'<div class="checks"><label><input type="checkbox" id="log-x"> {translated("log x")}'
+        f'</label><label><input type="checkbox" id="log-y"> {translated("log y")}</label>'
+        f'{seeds}<label>{translated("smoothing")} <input type="range" id="smooth" min="0" '
+        'max="0.98" step="0.02" value="0"></label></div></div>'
+        '<div class="chart" id="curves" role="img" '
+        f'aria-label="{translated("Curves of the runs")}"></div>'
         '<p class="aside" id="curve-note" aria-live="polite"></p>'
-        f'<div class="legend" role="group" aria-label="Runs shown">{chips}</div>'
+        f'<div class="legend" role="group" aria-label="{translated("Runs shown")}">{chips}</div>'
     )
     lead = (
         "The same runs by result and by cost. Click on a run below to hide or show it. <span "
@@ -261,7 +293,8 @@ def _time_bars(runs: Sequence[ReportedRun]) -> str:
     for index, run in enumerate(runs):
         workers = _chosen(run.result.workers)
         if workers:
-            clock = "<small>, in virtual seconds</small>" if is_simulated(run) else ""
+            virtual = f"<small>{translated(', in virtual seconds')}</small>"
+            clock = virtual if is_simulated(run) else ""
             heading = f"<h3>{swatch(index)}<span>{escape(run.label)}{clock}</span></h3>"
             # Each run to its own scale: seconds of different runs are compared in the table.
             longest = max(worker.total for _, worker in workers)
@@ -269,8 +302,8 @@ def _time_bars(runs: Sequence[ReportedRun]) -> str:
             blocks.append(f'<div class="bars">{heading}<ul>{rows}</ul></div>')
     if not blocks:
         return ""
-    lead = (
-        f"{legend(charts.CATEGORIES[:3])}One bar per worker, to the scale of its run; seconds and "
+    lead = legend(charts.CATEGORIES[:3]) + translated(
+        "One bar per worker, to the scale of its run; seconds and "
         "shares on its right, the bytes that it sent (↑) and received (↓) below its name."
     )
     body = f'<div class="grid">{"".join(blocks)}</div>'
@@ -279,7 +312,7 @@ def _time_bars(runs: Sequence[ReportedRun]) -> str:
 
 def _time_row(name: str, worker: WorkerTime, longest: float) -> str:
     """Return a worker's bar. longest: seconds of the longest bar."""
-    who = f'<span class="who">{escape(name)}{_moved(worker)}</span>'
+    who = f'<span class="who">{escape(recorded(name))}{_moved(worker)}</span>'
     shares = f"<small>{percents(worker)}</small>"
     much = f'<span class="much">{duration(worker.total)}{shares}</span>'
     return f"<li>{who}{bar(worker, longest)}{much}</li>"
@@ -307,7 +340,7 @@ def _chosen(workers: Sequence[WorkerTime]) -> list[tuple[str, WorkerTime]]:
     # The quartiles of busy time, both ends included.
     for quarter, mark in enumerate(marks):
         worker = rest[round(quarter * (len(rest) - 1) / 4)]
-        chosen.append((f"{worker.name}, {mark}", worker))
+        chosen.append((f"{recorded(worker.name)}, {translated(mark)}", worker))
     return chosen
 
 
@@ -322,19 +355,20 @@ def _timelines(runs: Sequence[ReportedRun], timelines: Sequence[dict[str, Any]])
         label = escape(runs[one["run"]].label)
         options += f'<option value="{place}"{selected}>{label}</option>'
     body = (
-        f'<div class="controls"><label>run <select id="timeline-run">{options}</select></label>'
-        '<div class="choice" id="timeline-move" role="group" aria-label="Part of the timeline">'
-        '<button type="button" data-move="earlier" aria-label="Earlier">←</button>'
-        '<button type="button" data-move="later" aria-label="Later">→</button>'
-        '<button type="button" data-move="out" aria-label="Zoom out">−</button>'
-        '<button type="button" data-move="in" aria-label="Zoom in">+</button>'
-        '<button type="button" data-move="all">all</button></div></div>'
-        '<div class="chart" id="timeline" role="img" aria-label="Timeline of the chosen run"></div>'
+        f'<div class="controls"><label>{translated("run")} <select id="timeline-run">{options}'
+        '</select></label><div class="choice" id="timeline-move" role="group" '
+        f'aria-label="{translated("Part of the timeline")}">'
+        f'<button type="button" data-move="earlier" aria-label="{translated("Earlier")}">←</button>'
+        f'<button type="button" data-move="later" aria-label="{translated("Later")}">→</button>'
+        f'<button type="button" data-move="out" aria-label="{translated("Zoom out")}">−</button>'
+        f'<button type="button" data-move="in" aria-label="{translated("Zoom in")}">+</button>'
+        f'<button type="button" data-move="all">{translated("all")}</button></div></div>'
+        '<div class="chart" id="timeline" role="img" '
+        f'aria-label="{translated("Timeline of the chosen run")}"></div>'
         '<p class="aside" id="timeline-note" aria-live="polite"></p>'
     )
-    lead = (
-        f"{legend(charts.CATEGORIES)}One lane per rank, thread, client or server, from the start "
-        "of the run."
+    lead = legend(charts.CATEGORIES) + translated(
+        "One lane per rank, thread, client or server, from the start of the run."
     )
     return section("timelines", "Timeline", lead, body)
 
@@ -349,20 +383,21 @@ def _partitions(partitions: Sequence[dict[str, Any]]) -> str:
 
 def _partition_figure(place: int, one: dict[str, Any]) -> str:
     wide = " class=wide" if len(one["clients"]) > 20 else ""
-    facts = f"{escape(one['facts'])} Used by {escape(one['users'])}."
+    facts = translated(
+        "{facts} Used by {runs}.", facts=escape(one["facts"]), runs=escape(one["users"])
+    )
     chart = f'class="chart partition" data-partition="{place}"'
     return (
         f"<figure{wide}><figcaption><h3>{escape(one['description'])}</h3>"
         f'<p class="aside">{facts}</p></figcaption>'
-        f'<div {chart} role="img" aria-label="Examples per client"></div></figure>'
+        f'<div {chart} role="img" aria-label="{translated("Examples per client")}"></div></figure>'
     )
 
 
 def _footer(runs: Sequence[ReportedRun]) -> str:
-    versions = "; ".join(dict.fromkeys(filter(None, map(_versions, runs)))) or "unknown"
-    return (
-        "<footer><h2>What the words mean</h2>"
-        "<p><b>Batch</b> is the number of examples of a step of the optimizer; local steps are "
+    versions = "; ".join(dict.fromkeys(filter(None, map(_versions, runs)))) or translated("unknown")
+    meaning = translated(
+        "<b>Batch</b> is the number of examples of a step of the optimizer; local steps are "
         "made on copies of the model that are combined later. <b>Steps</b> are steps of the "
         "optimizer, one after the other: steps on copies at the same time count once. "
         "<b>Epochs</b> are examples trained on, by all workers together, over training "
@@ -377,6 +412,9 @@ def _footer(runs: Sequence[ReportedRun]) -> str:
         "has chosen, or else the best evaluation, <b>final</b> the last. <b>To a target</b> counts "
         "steps or rounds on the best-so-far curve, interpolated "
         "between evaluations. Training loss is drawn as the mean of each stretch of the run; its "
-        "bytes lie between those of two evaluations.</p>"
+        "bytes lie between those of two evaluations."
+    )
+    return (
+        f"<footer><h2>{translated('What the words mean')}</h2><p>{meaning}</p>"
         f'<p class="aside">{escape(versions)}</p></footer>'
     )

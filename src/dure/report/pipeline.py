@@ -25,6 +25,7 @@ from dure.report.document import section
 from dure.report.formatting import UNKNOWN, count, duration, escape, size
 from dure.report.html_fragments import swatch
 from dure.report.runs import RankFacts, ReportedRun, RunTimeline, StageFacts
+from dure.report.translation import recorded, translated
 
 if TYPE_CHECKING:
     from dure.parallel.pipeline.schedule import Action, Schedule
@@ -178,9 +179,11 @@ def pipelines(runs: Sequence[ReportedRun]) -> str:
     for index, run in enumerate(runs):
         step = measured_step(run)
         if step is not None:
-            title = f"<span>{escape(run.label)}, step {step.step}</span>"
+            title = translated("{run}, step {step}", run=escape(run.label), step=step.step)
             body = f"{_gantt(step)}{_numbers(step)}{_stage_table(step)}"
-            blocks += f'<div class="pipeline"><h3>{swatch(index)}{title}</h3>{body}</div>'
+            blocks += (
+                f'<div class="pipeline"><h3>{swatch(index)}<span>{title}</span></h3>{body}</div>'
+            )
     if not blocks:
         return ""
     lead = (
@@ -202,10 +205,11 @@ def _gantt(step: MeasuredPipelineStep) -> str:
     def in_milliseconds(spans: Sequence[ActionSpan]) -> list[ActionSpan]:
         return [span._replace(start=span.start * 1000, end=span.end * 1000) for span in spans]
 
-    panels = [(name, in_milliseconds(one.spans)) for name, one in _both(step).items()]
-    names = [rank.name for rank in step.ranks]
-    drawn = gantt_svg(panels, "ms", names=names, inside=True)
-    return f'<div class="gantt" role="region" aria-label="Gantt chart" tabindex="0">{drawn}</div>'
+    panels = [(translated(name), in_milliseconds(one.spans)) for name, one in _both(step).items()]
+    names = [recorded(rank.name) for rank in step.ranks]
+    drawn = gantt_svg(panels, "ms", names=names, inside=True, write=translated)
+    name = translated("Gantt chart")
+    return f'<div class="gantt" role="region" aria-label="{name}" tabindex="0">{drawn}</div>'
 
 
 def _both(step: MeasuredPipelineStep) -> Mapping[str, ScheduleSimulation]:
@@ -213,13 +217,13 @@ def _both(step: MeasuredPipelineStep) -> Mapping[str, ScheduleSimulation]:
 
 
 def _numbers(step: MeasuredPipelineStep) -> str:
-    held = [f"held by {escape(rank.name)}" for rank in step.ranks]
+    held = [translated("held by {rank}", rank=escape(recorded(rank.name))) for rank in step.ranks]
     rows = ""
     for name, one in _both(step).items():
         over = one.idle_over_busy
         idle = [_percent(one.bubble), UNKNOWN if over is None else f"{over:.3f}"]
         cells = [*idle, duration(one.makespan), *map(str, one.peak_activations)]
-        rows += f'<tr><th scope="row">{name}</th>{"".join(map(_cell, cells))}</tr>'
+        rows += f'<tr><th scope="row">{translated(name)}</th>{"".join(map(_cell, cells))}</tr>'
     return _table("Bubble", _heads("", "bubble", "idle over busy", "makespan", *held), rows)
 
 
@@ -231,15 +235,18 @@ def _stage_table(step: MeasuredPipelineStep) -> str:
             crossing = f"<td>{UNKNOWN}</td><td>{UNKNOWN}</td>"
         # Interleaved: the next stage is on the same rank, so nothing is sent.
         elif stages[place + 1][1] is rank:
-            crossing = '<td colspan="2">stays on the rank</td>'
+            crossing = f'<td colspan="2">{translated("stays on the rank")}</td>'
         else:
             crossing = _cell(size(stage.there)) + _cell(size(stage.back))
         rows += (
-            f'<tr><th scope="row">{stage.number}</th><td class="text">{escape(rank.name)}</td>'
-            f'<td class="text">{escape(stage.begins) or "the model itself"}</td>'
+            f'<tr><th scope="row">{stage.number}</th>'
+            f'<td class="text">{escape(recorded(rank.name))}</td>'
+            f'<td class="text">{escape(stage.begins) or translated("the model itself")}</td>'
             f"<td>{count(stage.parameters)}</td>{crossing}</tr>"
         )
-    words = "".join(f'<th scope="col" class="text">{name}</th>' for name in ("on", "begins at"))
+    words = "".join(
+        f'<th scope="col" class="text">{translated(name)}</th>' for name in ("on", "begins at")
+    )
     head = f"{_heads('stage')}{words}{_heads('parameters', 'there', 'back')}"
     return _table("Stages", head, rows)
 
@@ -253,7 +260,7 @@ def _stages(ranks: Sequence[RankFacts]) -> list[tuple[StageFacts, RankFacts]]:
 
 
 def _heads(*names: str) -> str:
-    return "".join(f'<th scope="col">{name}</th>' for name in names)
+    return "".join(f'<th scope="col">{translated(name)}</th>' for name in names)
 
 
 def _cell(text: str) -> str:
@@ -266,4 +273,5 @@ def _percent(share: float) -> str:
 
 def _table(name: str, head: str, rows: str) -> str:
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    return f'<div class="scroll small" role="region" aria-label="{name}" tabindex="0">{table}</div>'
+    around = f'class="scroll small" role="region" aria-label="{translated(name)}" tabindex="0"'
+    return f"<div {around}>{table}</div>"

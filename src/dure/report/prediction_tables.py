@@ -21,6 +21,7 @@ from dure.report.html_fragments import swatch, table
 from dure.report.json_values import listing, mapping, rows, whole, whole_number
 from dure.report.pictures import picture_in
 from dure.report.runs import PredictionSummary, ReportedRun, ShownExample
+from dure.report.translation import translated
 
 _MOST = 50
 """Most classes of a run."""
@@ -95,9 +96,9 @@ def answers(runs: Sequence[ReportedRun]) -> str:
         "shares of the class. On the diagonal the model is right."
     )
     chart = (
-        f'<div class="controls"><label>run <select id="answers-run">{options}</select></label>'
-        '</div><div class="chart partition" id="answers-chart" role="img" '
-        'aria-label="Classes by what the model says"></div>'
+        f'<div class="controls"><label>{translated("run")} <select id="answers-run">{options}'
+        '</select></label></div><div class="chart partition" id="answers-chart" role="img" '
+        f'aria-label="{translated("Classes by what the model says")}"></div>'
     )
     blocks = "".join(
         _block(*one, opened=len(told) == 1, shows=at < _SHOWN) for at, one in enumerate(told)
@@ -112,10 +113,14 @@ def _block(place: int, run: ReportedRun, told: PredictionSummary, opened: bool, 
     lines = "".join(_line(told, at, least) for at in range(len(told.classes)))
     head = ("class", "examples", "recall", "precision", "F1", "most often confused with")
     scores = table("Scores of classes", "long", head, lines, texts=["most often confused with"])
-    part = f" The first {count(told.examples)} of {count(told.of)} test examples."
+    part = translated(
+        " The first {count} of {all} test examples.",
+        count=count(told.examples),
+        all=count(told.of),
+    )
     note = part if told.examples < told.of else ""
     macro = sum(known) / len(known) if known else None
-    said = f"Mean recall over classes: {_percent(macro)}.{note}"
+    said = translated("Mean recall over classes: {recall}.", recall=_percent(macro)) + note
     return (
         f'<details class="run"{" open" if opened else ""}><summary>{swatch(place)}'
         f"<span>{escape(run.label)}</span></summary>"
@@ -132,7 +137,8 @@ def _line(told: PredictionSummary, at: int, least: float | None) -> str:
     # Undefined for a class with neither examples nor predictions.
     f1 = 2 * (precision or 0.0) * (recall or 0.0) / both if both else None
     worst = recall is not None and recall == least and recall < 1
-    written = f'<span class="least">{_percent(recall)}<span class="unseen"> (least)</span></span>'
+    mark = f'<span class="unseen"> ({translated("least")})</span>'
+    written = f'<span class="least">{_percent(recall)}{mark}</span>'
     return (
         f'<tr><th scope="row">{escape(told.classes[at])}</th><td>{count(sum(row))}</td>'
         f"<td>{written if worst else _percent(recall)}</td><td>{_percent(precision)}</td>"
@@ -162,16 +168,21 @@ def _pictures(told: PredictionSummary) -> str:
     if not told.seen:
         return ""
     shown = "".join(_picture(told, one) for one in told.seen)
-    return (
-        '<p class="aside">Examples of the test data: the first ones, and some that the model '
-        f'predicts wrongly.</p><div class="seen">{shown}</div>'
+    note = translated(
+        "Examples of the test data: the first ones, and some that the model predicts wrongly."
     )
+    return f'<p class="aside">{note}</p><div class="seen">{shown}</div>'
 
 
 def _picture(told: PredictionSummary, one: ShownExample) -> str:
     label = escape(told.classes[one.label])
     said = escape(told.classes[one.said])
     right = one.label == one.said
-    words = label if right else f"{label} <b>predicted {said}</b>"
-    alt = f"Test example {one.example}: {label}, predicted {said}"
+    words = label if right else f"{label} <b>{translated('predicted {label}', label=said)}</b>"
+    alt = translated(
+        "Test example {number}: {label}, predicted {said}",
+        number=one.example,
+        label=label,
+        said=said,
+    )
     return f'<figure><img src="{one.picture}" alt="{alt}"><figcaption>{words}</figcaption></figure>'

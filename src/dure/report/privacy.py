@@ -11,6 +11,7 @@ from dure.report.formatting import UNKNOWN, escape
 from dure.report.html_fragments import figure_of, grid, swatch, table
 from dure.report.json_values import listing, mapping, number, text_of
 from dure.report.runs import ReportedRun
+from dure.report.translation import recorded, translated
 
 FIGURE = "epsilon"
 """Name of the figure."""
@@ -68,9 +69,11 @@ def in_a_line(run: ReportedRun) -> str | None:
 def _row(place: int, run: ReportedRun, one: Mapping[str, Any]) -> str:
     who = f"<div>{swatch(place)}<span>{escape(run.label)}</span></div>"
     epsilon, delta = number(one.get("epsilon")), number(one.get("delta"))
-    numbers = f"<td>{_digits(epsilon, 'no bound')}</td><td>{_digits(delta, UNKNOWN)}</td>"
+    numbers = (
+        f"<td>{_digits(epsilon, translated('no bound'))}</td><td>{_digits(delta, UNKNOWN)}</td>"
+    )
     words = "".join(
-        f'<td class="text">{escape(text_of(one.get(name)) or UNKNOWN)}</td>'
+        f'<td class="text">{escape(recorded(text_of(one.get(name)) or UNKNOWN))}</td>'
         for name in ("unit", "against", "neighbours", "sampling")
     )
     return f'<tr><th scope="row">{who}</th>{numbers}{words}</tr>'

@@ -16,6 +16,7 @@ from dure.report.document import section
 from dure.report.formatting import UNKNOWN, duration, escape, size
 from dure.report.html_fragments import swatch
 from dure.report.runs import RankFacts, ReportedRun
+from dure.report.translation import recorded, translated
 
 _MAX_ROWS = 32
 """Maximum number of ranks in a table; further ranks are only counted."""
@@ -32,14 +33,14 @@ def rank_memory_section(runs: Sequence[ReportedRun]) -> str:
     reporting = [(index, run) for index, run in enumerate(runs) if run.ranks]
     if not reporting:
         return ""
-    lead = (
+    lead = translated(
         "Bytes of memory that parameters, gradients and the optimizer’s state take on each rank "
         "at the end of the run, and the peak of its process, which includes torch, the data and "
         "the activations. Buffers are those of the model and, where ZeRO divides gradients or "
         "parameters, of its messages."
     )
     if any(_divides_layers(run) for _, run in reporting):
-        lead += (
+        lead += translated(
             " Collectives in layers: seconds per step in the collectives of divided layers, with "
             "the wait for other ranks, and their share of the mean step. The timeline shows them "
             "inside forward and backward; the times of workers count them as communication, and "
@@ -57,12 +58,14 @@ def _divides_layers(run: ReportedRun) -> bool:
 def _block(index: int, run: ReportedRun) -> str:
     columns = _columns(run)
     names = ("rank", *(name for name, _ in columns))
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    head = "".join(f'<th scope="col">{translated(name)}</th>' for name in names)
     rows = "".join(_row(rank, columns) for rank in run.ranks[:_MAX_ROWS])
     left = len(run.ranks) - _MAX_ROWS
-    note = f'<p class="aside">{left} more ranks are not shown.</p>' if left > 0 else ""
+    more = translated("{count} more ranks are not shown.", count=left)
+    note = f'<p class="aside">{more}</p>' if left > 0 else ""
     label = escape(run.label)
-    around = f'class="scroll small" role="region" aria-label="Memory of the ranks of {label}"'
+    name = translated("Memory of the ranks of {run}", run=label)
+    around = f'class="scroll small" role="region" aria-label="{name}"'
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     return (
         f'<div class="pipeline"><h3>{swatch(index)}<span>{label}</span></h3>'
@@ -72,7 +75,7 @@ def _block(index: int, run: ReportedRun) -> str:
 
 def _row(rank: RankFacts, columns: Sequence[RankColumn]) -> str:
     cells = "".join(f"<td>{text(rank)}</td>" for _, text in columns)
-    return f'<tr><th scope="row">{escape(rank.name)}</th>{cells}</tr>'
+    return f'<tr><th scope="row">{escape(recorded(rank.name))}</th>{cells}</tr>'
 
 
 def _columns(run: ReportedRun) -> list[RankColumn]:

@@ -11,6 +11,7 @@ from dure.report import charts
 from dure.report.document import section
 from dure.report.formatting import UNKNOWN, duration, escape, metric_name, metric_value, size
 from dure.report.runs import ReportedRun, is_simulated, virtual_seconds
+from dure.report.translation import translated
 
 _SAME = ("label", "task", "strategy", "world", "stop")
 """Keys of config.json that are equal in runs that differ only in their seed."""
@@ -34,7 +35,10 @@ def over_seeds(runs: Sequence[ReportedRun]) -> str:
         return ""
     several = [run for group in together for run in group]
     columns = _columns(several)
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name, _, _ in columns)
+    head = "".join(
+        f'<th scope="col">{escape(translated(name))}</th>'
+        for name in ("system", "seeds", *(name for name, _, _ in columns))
+    )
     rows = ""
     for group in together:
         label = group[0].config.get("label") or group[0].label
@@ -43,8 +47,7 @@ def over_seeds(runs: Sequence[ReportedRun]) -> str:
         rows += f'<tr><th scope="row"><span>{escape(label)}</span></th>{seeds}{cells}</tr>'
     body = (
         '<div class="scroll" role="region" aria-labelledby="over-seeds" tabindex="0">'
-        f'<table><thead><tr><th scope="col">system</th><th scope="col">seeds</th>{head}</tr>'
-        f"</thead><tbody>{rows}</tbody></table></div>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
     lead = (
         "Runs that differ only in the seed: the mean, the standard deviation, and below them the "
@@ -105,5 +108,9 @@ def _around(found: Spread, text: Callable[[float | None], str]) -> str:
         return ""
     return (
         f" ±{escape(text(found.deviation))}"
-        f"<small>{escape(text(found.low))} to {escape(text(found.high))}</small>"
+        f"<small>{_between(escape(text(found.low)), escape(text(found.high)))}</small>"
     )
+
+
+def _between(low: str, high: str) -> str:
+    return translated("{low} to {high}", low=low, high=high)

@@ -26,6 +26,7 @@ from dure.report.runs import (
     clock_of,
     time_of,
 )
+from dure.report.translation import recorded, translated
 
 SHARDS = 40
 """Most shards in the table of owners."""
@@ -70,8 +71,8 @@ def _clocks(servers: ParameterServerFacts) -> JSON | None:
         return None
     x = sorted(servers.staleness)
     y = [servers.staleness[behind] for behind in x]
-    bars = {"type": "bar", "name": "pulls", "color": "var(--compute)", "x": x, "y": y}
-    return xy(f"staleness in {servers.counts}", "pulls", [bars])
+    bars = {"type": "bar", "name": translated("pulls"), "color": "var(--compute)", "x": x, "y": y}
+    return xy(translated("staleness in {unit}", unit=recorded(servers.counts)), "pulls", [bars])
 
 
 def _waiting(place: int, run: ReportedRun) -> JSON | None:
@@ -84,7 +85,7 @@ def _waiting(place: int, run: ReportedRun) -> JSON | None:
         return None
     x = [round for round, _ in known]
     y = [short(waited) for _, waited in known]
-    curve = {"type": "lines", "name": "waiting", **style(place), "x": x, "y": y}
+    curve = {"type": "lines", "name": translated("waiting"), **style(place), "x": x, "y": y}
     return {**xy("round", "share of the workers’ time", [curve]), "share": True}
 
 
@@ -102,13 +103,15 @@ def _busy(busy: Sequence[BusySpan], clock: str | None) -> JSON | None:
             if one.category == category and one.who in row
         ]
         if spans:
-            series.append({"name": category, "color": f"var(--{category})", "spans": spans})
+            series.append(
+                {"name": translated(category), "color": f"var(--{category})", "spans": spans}
+            )
     return {
         "kind": "lanes",
-        "x": f"{clock or 'virtual'} seconds",
+        "x": translated(f"{clock or 'virtual'} seconds"),
         "who": "",
-        "unit": "clock",
-        "rows": [html.escape(name, quote=False) for name in names],
+        "unit": translated("clock"),
+        "rows": [html.escape(recorded(name), quote=False) for name in names],
         "series": series,
     }
 
@@ -168,18 +171,32 @@ def _facts(run: ReportedRun, servers: ParameterServerFacts) -> str:
     workers = len(_workers(run))
     owners = {shard.owner for shard in servers.shards if shard.owner is not None}
     said = [
-        f"{plural(len(owners), 'server')} with {plural(len(servers.shards), 'shard')}, "
-        f"{plural(workers, 'worker')}",
-        f"{count(servers.pushes)} pushes, {count(servers.pulls)} pulls",
+        translated(
+            "{servers} with {shards}, {workers}",
+            servers=plural(len(owners), "server"),
+            shards=plural(len(servers.shards), "shard"),
+            workers=plural(workers, "worker"),
+        ),
+        translated(
+            "{pushes} pushes, {pulls} pulls",
+            pushes=count(servers.pushes),
+            pulls=count(servers.pulls),
+        ),
     ]
     seconds, clock = _seconds(run)
     if seconds:
         said.append(
-            f"{count(round(servers.pushes / seconds, 1))} pushes and "
-            f"{count(round(servers.pulls / seconds, 1))} pulls a second of {clock} time at each "
-            f"shard"
+            translated(
+                "{pushes} pushes and {pulls} pulls a second of {clock} time at each shard",
+                pushes=count(round(servers.pushes / seconds, 1)),
+                pulls=count(round(servers.pulls / seconds, 1)),
+                clock=translated(clock),
+            )
         )
-    said += [f"{name} was lost: it {why}" for name, why in servers.lost.items()]
+    said += [
+        translated("{name} was lost: it {reason}", name=recorded(name), reason=recorded(why))
+        for name, why in servers.lost.items()
+    ]
     return "; ".join(said) + "."
 
 
@@ -208,7 +225,7 @@ def _traffic(run: ReportedRun, servers: ParameterServerFacts) -> str:
         formula = each * times
         more = f"{measured / formula:.4g}" if formula else UNKNOWN
         rows += (
-            f'<tr><th scope="row">{way}</th><td>{count(each)} × {count(times)}</td>'
+            f'<tr><th scope="row">{translated(way)}</th><td>{count(each)} × {count(times)}</td>'
             f"<td>{size(formula)}</td><td>{size(measured)}</td><td>{more}</td></tr>"
         )
     head = ("of all workers", "bytes each × times", "formula", "measured", "ratio")
@@ -219,13 +236,16 @@ def _owners(servers: ParameterServerFacts) -> str:
     """Return a table of the shards' owners at the end."""
     rows = ""
     for number, shard in enumerate(servers.shards[:SHARDS]):
-        owner = "lost" if shard.owner is None else f"server {shard.owner}"
+        number_of = translated("server {number}", number=shard.owner)
+        owner = translated("lost") if shard.owner is None else number_of
+        keys = translated("{low} to {high}", low=count(shard.start), high=count(shard.stop - 1))
         rows += (
             f'<tr><th scope="row">{number}</th><td class="text">{owner}</td>'
-            f"<td>{count(shard.start)} to {count(shard.stop - 1)}</td>"
+            f"<td>{keys}</td>"
             f"<td>{size(shard.nbytes)}</td></tr>"
         )
     left = len(servers.shards) - SHARDS
-    note = f'<p class="aside">{count(left)} more shards are not shown.</p>' if left > 0 else ""
+    more = translated("{count} more shards are not shown.", count=count(left))
+    note = f'<p class="aside">{more}</p>' if left > 0 else ""
     head = ("shard", "owned by", "keys", "weights")
     return table("Owners of the weights", "narrow", head, rows, texts=["owned by"]) + note

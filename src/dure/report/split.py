@@ -10,6 +10,7 @@ from dure.report.formatting import UNKNOWN, count, escape, plural, size
 from dure.report.html_fragments import figure_of, swatch, table
 from dure.report.runs import MessageCounts, ReportedRun, SplitFacts, WorkerTime
 from dure.report.split_figures import PARTS
+from dure.report.translation import translated
 
 _KINDS = {
     "Smashed": ("smashed data", "up"),
@@ -38,8 +39,8 @@ def divided_models(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> st
     )
     if not blocks:
         return ""
-    lead = (
-        f"{_legend()}The model is cut: the head is with the clients, and in the U-shape its end "
+    lead = _legend() + translated(
+        "The model is cut: the head is with the clients, and in the U-shape its end "
         "too; the tail is on the server. Smashed data are the values at the cut. Each message is "
         "compared with its formula for a full batch, and one with a head with the bytes of its "
         "weights: the optimizer’s state is sent in addition, as large as the weights with "
@@ -50,7 +51,8 @@ def divided_models(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> st
 
 def _legend() -> str:
     names = "".join(
-        f'<span class="key"><i class="{colour}"></i>{what}</span>' for what, colour in PARTS.items()
+        f'<span class="key"><i class="{colour}"></i>{translated(what)}</span>'
+        for what, colour in PARTS.items()
     )
     return f"{names}<br>"
 
@@ -60,10 +62,15 @@ def _block(place: int, run: ReportedRun, divided: SplitFacts, drawn: Mapping[str
         name = f"{key}-{place}"
         return figure_of(name, heading, note) if name in drawn else ""
 
-    waits = "Where a lane is empty, it waits. An event that takes no time is a mark."
-    first = figure("steps", "The first steps", f"Of the first round. {waits}")
-    kept = "" if len(divided.newest) < _KEPT else " Only its recorded beginning."
-    newest = figure("round", f"Round {divided.round + 1}", f"The newest one.{kept}")
+    waits = (
+        "Of the first round. Where a lane is empty, it waits. An event that takes no time is a "
+        "mark."
+    )
+    first = figure("steps", "The first steps", waits)
+    kept = translated("The newest one.")
+    if len(divided.newest) >= _KEPT:
+        kept += translated(" Only its recorded beginning.")
+    newest = figure("round", translated("Round {number}", number=divided.round + 1), kept)
     return (
         f'<div class="pipeline"><h3>{swatch(place)}<span>{escape(run.label)}</span></h3>'
         f"<p>{escape(_facts(run, divided))}</p>{_parts(divided)}{_traffic(divided)}"
@@ -77,19 +84,24 @@ _KEPT = 1_500
 
 def _facts(run: ReportedRun, divided: SplitFacts) -> str:
     clients = [one for one in run.result.workers if one.name.startswith("client")]
-    said = [f"cut at {' and '.join(divided.at)}"]
+    said = [translated("cut at {places}", places=translated(" and ").join(divided.at))]
     # A server does not know the computing time of clients on other machines.
     if clients:
         said.append(plural(len(clients), "client"))
     if len(divided.shares) > 2:
-        said.append("labels stay with the clients")
+        said.append(translated("labels stay with the clients"))
     everyone = _together(clients)
     if everyone.total:
         busy = (value / everyone.total for value in (everyone.compute, everyone.communication))
         computed, sent, waited = map("{:.0%}".format, [*busy, everyone.idle_share or 0.0])
         said.append(
-            f"of their time clients computed {computed}, sent and received {sent} and waited "
-            f"{waited}"
+            translated(
+                "of their time clients computed {computed}, sent and received {sent} and waited "
+                "{waited}",
+                computed=computed,
+                sent=sent,
+                waited=waited,
+            )
         )
     return "; ".join(said) + "."
 
@@ -110,14 +122,16 @@ def _parts(divided: SplitFacts) -> str:
         ("head", "tail", "end"), divided.shares, divided.weights, strict=False
     ):
         flops = UNKNOWN if divided.flops is None else count(divided.flops * share / 1e6)
+        owner = translated("server" if name == "tail" else "clients")
         rows += (
-            f'<tr><th scope="row">{name}</th><td class="text">'
-            f"{'server' if name == 'tail' else 'clients'}</td><td>{count(weights)}</td>"
+            f'<tr><th scope="row">{translated(name)}</th><td class="text">'
+            f"{owner}</td><td>{count(weights)}</td>"
             f"<td>{share:.1%}</td>"
             f"<td>{flops}</td></tr>"
         )
     of = plural(divided.examples, "example")
-    head = ("part", "with", "weights", "operations", f"MFLOP a step of {of}")
+    step = translated("MFLOP a step of {examples}", examples=of)
+    head = ("part", "with", "weights", "operations", step)
     # A server with a separate tail knows no other part.
     return table("Parts of the model", "long", head, rows, texts=["with"]) if rows else ""
 
@@ -138,7 +152,7 @@ def _row(one: MessageCounts) -> str:
     name, way = _KINDS.get(one.kind, (escape(one.kind), UNKNOWN))
     ratio = f"{one.largest / one.formula:.4g}" if one.formula else UNKNOWN
     return (
-        f'<tr><th scope="row">{name}</th><td class="text">{way}</td>'
+        f'<tr><th scope="row">{translated(name)}</th><td class="text">{translated(way)}</td>'
         f"<td>{count(one.formula)}</td><td>{count(one.largest)}</td><td>{ratio}</td>"
         f"<td>{count(one.messages)}</td><td>{size(one.nbytes)}</td></tr>"
     )

@@ -9,6 +9,7 @@ from dure.report.charts import JSON, metrics, short, style, xy
 from dure.report.federated_figures import ROWS
 from dure.report.formatting import metric_name
 from dure.report.runs import PartySpan, ReportedRun, SplitFacts, clock_of
+from dure.report.translation import recorded, translated
 
 PARTS = {"head": "compute", "tail": "checkpoint", "end": "evaluation", "link": "communication"}
 """Activities, and the names of their colours."""
@@ -37,7 +38,7 @@ def figures(runs: Sequence[ReportedRun]) -> dict[str, JSON]:
     drawn: dict[str, JSON | None] = {}
     for place, run in enumerate(runs):
         if run.divided is not None:
-            seconds = f"{clock_of(run) or 'virtual'} seconds"
+            seconds = translated(f"{clock_of(run) or 'virtual'} seconds")
             drawn[f"steps-{place}"] = _lanes(run.divided.first[:STEPS], run.divided, seconds)
             drawn[f"round-{place}"] = _lanes(run.divided.newest, run.divided, seconds)
     for meter in LEAKS:
@@ -61,7 +62,7 @@ def _lanes(doings: Sequence[PartySpan], divided: SplitFacts, seconds: str) -> JS
             if one.what == what and one.who in row
         ]
         if spans:
-            series.append({"name": what, "color": f"var(--{colour})", "spans": spans})
+            series.append({"name": translated(what), "color": f"var(--{colour})", "spans": spans})
     begin = min(one.began for one in doings)
     end = max(one.began + one.seconds for one in doings)
     margin = (end - begin) / 100
@@ -70,7 +71,7 @@ def _lanes(doings: Sequence[PartySpan], divided: SplitFacts, seconds: str) -> JS
         "x": seconds,
         "who": "",
         "range": [short(begin - margin, 8), short(end + margin, 8)],
-        "rows": [html.escape(name, quote=False) for name in names],
+        "rows": [html.escape(recorded(name), quote=False) for name in names],
         "series": series,
     }
 

@@ -10,6 +10,7 @@ from dure.report.formatting import UNKNOWN, escape
 from dure.report.html_fragments import figure_of, grid, swatch, table
 from dure.report.runs import ReportedRun
 from dure.report.split_figures import LEAKS
+from dure.report.translation import recorded, translated
 
 _SHORT = {
     "norm_leak_auc": "norm AUC",
@@ -38,7 +39,10 @@ def split_leakage_section(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]
         if f"leaks-{meter}" in drawn
     ]
     trades = [
-        figure_of(f"trade-{meter}", f"What it costs: {_SHORT[meter]}")
+        figure_of(
+            f"trade-{meter}",
+            translated("What it costs: {metric}", metric=translated(_SHORT[meter])),
+        )
         for meter in LEAKS
         if f"trade-{meter}" in drawn
     ]
@@ -58,8 +62,8 @@ def _table(told: Sequence[tuple[int, ReportedRun]]) -> str:
         )
         rows += (
             f'<tr><th scope="row">{swatch(place)} {escape(run.label)}</th>'
-            f'<td class="text">{escape(run.leakage.defence)}</td>'
-            f'<td class="text said">{escape(run.leakage.exposure)}</td>{cells}</tr>'
+            f'<td class="text">{escape(recorded(run.leakage.defence))}</td>'
+            f'<td class="text said">{escape(recorded(run.leakage.exposure))}</td>{cells}</tr>'
         )
     head = ("run", "defence", "what each participant could learn", *(_SHORT[key] for key in shown))
     return table(

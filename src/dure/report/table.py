@@ -30,6 +30,7 @@ from dure.report.runs import (
     is_simulated,
     virtual_seconds,
 )
+from dure.report.translation import recorded, translated
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def table(runs: ReportedRuns, controls: str = "") -> str:
     columns, same = _folded(_columns(runs.runs), runs.runs)
     # The best of each column over all runs, before any row is written.
     best = [_best(column, runs.runs) for column in columns]
-    head = _heading("run, world") + "".join(
+    head = _heading(translated("run, world")) + "".join(
         _heading(column.title, any(isinstance(column.value(run), str) for run in runs.runs))
         for column in columns
     )
@@ -76,7 +77,7 @@ def table(runs: ReportedRuns, controls: str = "") -> str:
             rows += _cell(column, run, winner)
         rows += "</tr>"
         for note in (*_about(run), *run.notes):
-            notes += f"<li>{escape(run.label)}: {escape(note)}.</li>"
+            notes += f"<li>{escape(run.label)}: {escape(recorded(note))}.</li>"
     body = f"<tbody>{rows}</tbody>{_failed(runs.failed, len(columns))}"
     whole = controls + same
     whole += (
@@ -85,9 +86,9 @@ def table(runs: ReportedRuns, controls: str = "") -> str:
     )
     if notes:
         whole += f'<ul class="notes">{notes}</ul>'
-    lead = f"{legend(charts.CATEGORIES[:3])}A heading sorts.{_baseline(runs.runs)}"
+    lead = legend(charts.CATEGORIES[:3]) + translated("A heading sorts.") + _baseline(runs.runs)
     if any(value is not None for value in best):
-        lead += (
+        lead += translated(
             ' The best of a column is <span class="best">marked</span>; of costs, among the runs '
             "that ended."
         )
@@ -110,11 +111,11 @@ def _folded(
         if not column.folds or len(cells) > 1:
             shown.append(column)
         elif cells != {UNKNOWN}:
-            same.append((column.title, cells.pop()))
+            same.append((translated(column.title), cells.pop()))
     if not same:
         return shown, ""
     facts = "".join(f"<span>{escape(title)} <b>{cell}</b></span>" for title, cell in same)
-    return shown, f'<p class="same">The same in all runs: {facts}</p>'
+    return shown, f'<p class="same">{translated("The same in all runs: {facts}", facts=facts)}</p>'
 
 
 def _about(run: ReportedRun) -> list[str]:
@@ -123,17 +124,26 @@ def _about(run: ReportedRun) -> list[str]:
     chosen = run.result.chosen
     if chosen is not None:
         told.append(
-            f"best is the model of {run.result.unit} {count(chosen.step)}, chosen by "
-            f"{metric_name(chosen.monitor)}; final is that of {run.result.unit} "
-            f"{count(run.result.steps)}"
+            translated(
+                "best is the model of {unit} {best}, chosen by {metric}; final is that of {unit} "
+                "{final}",
+                unit=recorded(run.result.unit),
+                best=count(chosen.step),
+                metric=metric_name(chosen.monitor),
+                final=count(run.result.steps),
+            )
         )
     left = None if run.federation is None else run.federation.left
     if left:
-        told.append(f"{plural(len(left), 'client')} missing at the end, named below")
+        clients = plural(len(left), "client")
+        told.append(translated("{clients} missing at the end, named below", clients=clients))
     if run.result.mean_of is not None:
         told.append(
-            f"the metrics are of the mean of {run.result.mean_of}, a model that no client has: "
-            "they are not compared"
+            translated(
+                "the metrics are of the mean of {models}, a model that no client has: "
+                "they are not compared",
+                models=recorded(run.result.mean_of),
+            )
         )
     return told
 
@@ -147,7 +157,10 @@ def _baseline(runs: Sequence[ReportedRun]) -> str:
     }
     if not told:
         return ""
-    return f" Always predicting the most frequent class reaches {escape(', '.join(sorted(told)))}."
+    return translated(
+        " Always predicting the most frequent class reaches {metrics}.",
+        metrics=escape(", ".join(sorted(told))),
+    )
 
 
 def filter_field(runs: Sequence[ReportedRun]) -> str:
@@ -155,14 +168,18 @@ def filter_field(runs: Sequence[ReportedRun]) -> str:
     if len(runs) < 2:
         return ""
     return (
-        '<div class="controls"><label>show <input type="search" id="run-filter" '
-        'placeholder="part of a run’s name" autocomplete="off"></label></div>'
+        f'<div class="controls"><label>{translated("show")} <input type="search" id="run-filter" '
+        f'placeholder="{translated("part of a run’s name")}" autocomplete="off"></label></div>'
     )
 
 
 def _heading(title: str, is_text: bool = False) -> str:
     kind = ' class="text"' if is_text else ""
-    return f'<th scope="col"{kind}><button type="button">{escape(title)}</button></th>'
+    return f'<th scope="col"{kind}><button type="button">{escape(translated(title))}</button></th>'
+
+
+def _reason(reason: str) -> str:
+    return translated("failed: {reason}", reason=escape(recorded(reason)))
 
 
 def _failed(failed: Mapping[str, str], columns: int) -> str:
@@ -171,7 +188,7 @@ def _failed(failed: Mapping[str, str], columns: int) -> str:
         return ""
     rows = "".join(
         f'<tr><th scope="row"><span>{escape(name)}</span></th>'
-        f'<td colspan="{columns}">failed: {escape(reason)}</td></tr>'
+        f'<td colspan="{columns}">{_reason(reason)}</td></tr>'
         for name, reason in failed.items()
     )
     return f'<tbody class="failed">{rows}</tbody>'
@@ -235,7 +252,7 @@ def _number_column(
 
 def _batch_cell(run: ReportedRun) -> str:
     amount = run.result.amount
-    return count(amount.batch) + ("<small>local</small>" if amount.local else "")
+    return count(amount.batch) + (f"<small>{translated('local')}</small>" if amount.local else "")
 
 
 def _sent_cell(run: ReportedRun) -> str:
@@ -244,7 +261,7 @@ def _sent_cell(run: ReportedRun) -> str:
     most = run.result.largest_sender
     if most is None:
         return told
-    return f"{told}<small>{escape(most.name)}: {size(most.nbytes)}</small>"
+    return f"{told}<small>{escape(recorded(most.name))}: {size(most.nbytes)}</small>"
 
 
 def _shuffle_column(runs: Sequence[ReportedRun]) -> list[TableColumn]:
@@ -256,7 +273,9 @@ def _shuffle_column(runs: Sequence[ReportedRun]) -> list[TableColumn]:
         if run.result.shuffle is None:
             return UNKNOWN
         nbytes, seconds = run.result.shuffle
-        return f"{size(nbytes)} in {duration(seconds)}" if nbytes else "nothing"
+        if not nbytes:
+            return translated("nothing")
+        return translated("{size} in {duration}", size=size(nbytes), duration=duration(seconds))
 
     def nbytes(run: ReportedRun) -> float | None:
         return None if run.result.shuffle is None else run.result.shuffle[0]
@@ -324,7 +343,10 @@ def _metric_column(which: str, key: str) -> TableColumn:
 
     # Clients' own models are measured separately from their mean.
     of_model = not key.startswith("personal_")
-    title = f"{which} {metric_name(key)}".strip()
+    name = metric_name(key)
+    # One template each, since languages order these words differently.
+    templates = {"best": "best {metric}", "final": "final {metric}"}
+    title = translated(templates[which], metric=name) if which else name
     better = 1 if higher_is_better(key) else -1
     # The first column of the main metric stays, whatever its values are.
     stays = which == "best" or not which
@@ -334,7 +356,7 @@ def _metric_column(which: str, key: str) -> TableColumn:
 
 
 def _step(run: ReportedRun, step: float) -> str:
-    return f"{escape(run.result.unit)} {count(step)}"
+    return f"{escape(recorded(run.result.unit))} {count(step)}"
 
 
 def _steps_column(runs: Sequence[ReportedRun]) -> TableColumn:
@@ -378,9 +400,15 @@ def _target_column(metric: str, goal: float, better: int) -> TableColumn:
         if target_of(run) is None:
             return UNKNOWN
         steps = reached(run)
-        return "not reached" if steps is None else plural(steps, escape(run.result.unit))
+        return (
+            translated("not reached") if steps is None else plural(steps, escape(run.result.unit))
+        )
 
-    title = f"to {metric_value(metric, goal).replace('.00', '')} {metric_name(metric)}"
+    title = translated(
+        "to {goal} {metric}",
+        goal=metric_value(metric, goal).replace(".00", ""),
+        metric=metric_name(metric),
+    )
     return TableColumn(title, cell, reached, better, finished_only=False)
 
 
@@ -407,7 +435,9 @@ def _cell(column: TableColumn, run: ReportedRun, best: str | None) -> str:
     sort = "" if value is None else f' data-value="{escape(value)}"'
     kind = ' class="text"' if isinstance(value, str) else ""
     if best == body and _competes(column, run):
-        body = f'<span class="best">{body}<span class="unseen"> (best)</span></span>'
+        body = (
+            f'<span class="best">{body}<span class="unseen"> ({translated("best")})</span></span>'
+        )
     return f"<td{kind}{sort}>{body}</td>"
 
 
@@ -428,8 +458,11 @@ def ended(run: ReportedRun) -> str:
     if run.goes_on:
         return UNKNOWN
     if result.ended is None:
-        return "kill" if result.steps is None else f"kill at {result.unit} {count(result.steps)}"
-    return result.ended
+        if result.steps is None:
+            return translated("kill")
+        place = f"{recorded(result.unit)} {count(result.steps)}"
+        return translated("kill at {place}", place=place)
+    return recorded(result.ended)
 
 
 def _share_cell(worker: WorkerTime | None) -> str:

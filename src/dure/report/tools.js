@@ -2,7 +2,7 @@
 // Nothing here asks a network: a file is made in the page, and handed over as a download.
 "use strict";
 const tools = (() => {
-  const { body, $, data } = common;
+  const { body, $, data, text: translated } = common;
 
   // Exponential moving average, in which the first values weigh as much as they would without a beginning.
   const smooth = (values, weight) => {
@@ -36,7 +36,7 @@ const tools = (() => {
     const mean = (values) => values.reduce((sum, v) => sum + v, 0) / values.length;
     const spread = (values) => Math.sqrt(values.reduce((sum, v) => sum + (v - mean(values)) ** 2, 0) / Math.max(values.length - 1, 1));
     return {
-      run: lines[0].run, label: `${label}, mean of ${lines.length}`, x: told.map(([x]) => x), y: told.map(([, values]) => mean(values)),
+      run: lines[0].run, label: translated("{label}, mean of {count}", { label, count: lines.length }), x: told.map(([x]) => x), y: told.map(([, values]) => mean(values)),
       low: told.map(([, values]) => mean(values) - spread(values)), high: told.map(([, values]) => mean(values) + spread(values)),
     };
   };
@@ -74,8 +74,8 @@ const tools = (() => {
     const field = document.createElement("input");
     field.type = "search";
     field.dataset.added = "";
-    field.placeholder = "part of a client’s name";
-    field.setAttribute("aria-label", "Show clients whose name has this in it");
+    field.placeholder = translated("part of a client’s name");
+    field.setAttribute("aria-label", translated("Show clients whose name has this in it"));
     field.addEventListener("input", () => {
       const text = field.value.trim().toLowerCase();
       for (const row of list.children) row.hidden = !row.dataset.client.toLowerCase().includes(text);
@@ -128,7 +128,7 @@ const tools = (() => {
     const row = document.createElement("div");
     row.className = "save";
     row.dataset.added = "";
-    row.append("save ");
+    row.append(`${translated("save")} `);
     for (const [name, then] of entries) {
       const button = document.createElement("button");
       button.type = "button";

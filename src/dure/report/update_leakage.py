@@ -16,6 +16,7 @@ from dure.report.html_fragments import swatch, table
 from dure.report.json_values import listing, mapping, number, numbers, text_of, whole
 from dure.report.pictures import picture_in
 from dure.report.runs import AttackReport, AuditReport, ReportedRun
+from dure.report.translation import recorded, translated
 
 _SHORT = {
     "labels_right": "labels right",
@@ -85,15 +86,15 @@ def _table(place: int, run: ReportedRun, audit: AuditReport) -> str:
 
 
 def _line(row: AttackReport, shown: Sequence[str]) -> str:
-    of = "1 update" if row.sum == 1 else f"{count(row.sum)} updates"
+    of = plural(row.sum, "update")
     first = (
         f'<tr><th scope="row">{escape(row.attack)}</th><td class="text">{of}</td>'
-        f'<td class="text">{escape(row.change)}</td>'
+        f'<td class="text">{escape(recorded(row.change))}</td>'
     )
     if row.why is not None:
         return (
-            f'{first}<td class="text said" colspan="{len(shown) + 1}">not made: '
-            f"{escape(row.why)}</td></tr>"
+            f'{first}<td class="text said" colspan="{len(shown) + 1}">'
+            f"{translated('not made: {reason}', reason=escape(row.why))}</td></tr>"
         )
     cells = "".join(f"<td>{_figure(row.figures.get(key))}</td>" for key in shown)
     return f"{first}<td>{count(row.examples)}</td>{cells}</tr>"
@@ -103,31 +104,47 @@ def _figure(interval: Sequence[float] | None) -> str:
     if interval is None:
         return UNKNOWN
     value, low, high = interval
-    return f"{value:.3g}" if low == high else f"{value:.3g} <small>{low:.3g} to {high:.3g}</small>"
+    ends = translated("{low} to {high}", low=f"{low:.3g}", high=f"{high:.3g}")
+    return f"{value:.3g}" if low == high else f"{value:.3g} <small>{ends}</small>"
 
 
 def _asides(audit: AuditReport) -> list[str]:
     lines = []
     if "psnr" in audit.guess:
         lines.append(
-            f"Without any update, the mean of public examples has a PSNR of "
-            f"{audit.guess['psnr']:.3g} dB."
+            translated(
+                "Without any update, the mean of public examples has a PSNR of {value} dB.",
+                value=f"{audit.guess['psnr']:.3g}",
+            )
         )
     if audit.sums_only:
         lines.append(
-            "The server of this run received only sums: it could not see the results for 1 update."
+            translated(
+                "The server of this run received only sums: it could not see the results for 1 "
+                "update."
+            )
         )
     told = audit.canaries
     if {"right", "guessed", "epsilon_at_least", "delta"} <= told.keys():
         lines.append(
-            f"{plural(told.get('canaries'), 'canary client')}: {count(told['right'])} of "
-            f"{count(told['guessed'])} guesses were right, so epsilon is at least "
-            f"{told['epsilon_at_least']:.3g} at delta {told['delta']:g}, with 95 % confidence."
+            translated(
+                "{clients}: {right} of {guessed} guesses were right, so epsilon is at least "
+                "{epsilon} at delta {delta}, with 95 % confidence.",
+                clients=plural(told.get("canaries"), "canary client"),
+                right=count(told["right"]),
+                guessed=count(told["guessed"]),
+                epsilon=f"{told['epsilon_at_least']:.3g}",
+                delta=f"{told['delta']:g}",
+            )
         )
     if {"epsilon", "delta"} <= audit.promised.keys():
         lines.append(
-            "The accountant of this run guarantees an epsilon of at most "
-            f"{audit.promised['epsilon']:.3g} at delta {audit.promised['delta']:g}."
+            translated(
+                "The accountant of this run guarantees an epsilon of at most {epsilon} at delta "
+                "{delta}.",
+                epsilon=f"{audit.promised['epsilon']:.3g}",
+                delta=f"{audit.promised['delta']:g}",
+            )
         )
     return lines
 
@@ -139,9 +156,8 @@ def _pictures(audit: AuditReport) -> str:
 
 
 def _strip(row: AttackReport) -> str:
-    of = "1 update" if row.sum == 1 else f"{count(row.sum)} updates"
-    words = f"{row.attack}, {of}, {row.change}"
-    what = f"Originals above, and reconstructions by {words} below"
+    words = f"{row.attack}, {plural(row.sum, 'update')}, {recorded(row.change)}"
+    what = translated("Originals above, and reconstructions by {attack} below", attack=words)
     return (
         f"<figure><figcaption><h4>{escape(words)}</h4></figcaption>"
         f'<img src="{row.picture}" alt="{escape(what)}" style="max-width:100%"></figure>'

@@ -36,6 +36,7 @@ def watch(
     folders: Sequence[Path],
     port: int = 0,
     linger: float | None = None,
+    language: str = "en",
     tell: Callable[[str, str], None] = lambda url, code: None,
 ) -> None:
     """Serve the report of runs in progress at a loopback address, whichever process trains them.
@@ -45,9 +46,11 @@ def watch(
         port: TCP port; 0 takes any free port.
         linger: seconds for which the page stays after all runs have ended; None serves until
             KeyboardInterrupt.
+        language: of the page, "en" or "ko".
         tell: function that receives the address and the code that unlocks the page.
 
     Raises:
+        ValueError: if the language is unknown.
         RunFolderError: if a folder does not exist.
         ImportError: if plotly is missing.
         ServeError: if the listener cannot start.
@@ -60,7 +63,8 @@ def watch(
     from dure.report.live.page import LivePage
 
     code = new_code()
-    page = LivePage(list(folders), code, "The terminal of dure watch prints it.")
+    where = "The terminal of dure watch prints it."
+    page = LivePage(list(folders), code, where, language=language)
     with closing(Listener(page, port)) as listener:
         tell(listener.url, code)
         over: float | None = None

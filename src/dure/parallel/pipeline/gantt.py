@@ -13,7 +13,7 @@ light or dark scheme; if a rank has several stages, its later stages are fainter
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from xml.sax.saxutils import escape
 
@@ -83,6 +83,7 @@ def gantt_svg(
     *,
     names: Sequence[str] | None = None,
     inside: bool = False,
+    write: Callable[..., str] = str.format,
 ) -> str:
     """Return an SVG of panels below one another, on the same time axis.
 
@@ -94,6 +95,7 @@ def gantt_svg(
         names: names of the ranks, up to ten letters; by default "rank 0", ….
         inside: whether the SVG is an element of an HTML page, whose style sheet defines the colours
             of the classes; otherwise the SVG contains a style sheet and a namespace of its own.
+        write: function that fills values into a template, and may translate the template.
 
     Raises:
         ValueError: no panel has an action that computes.
@@ -104,17 +106,17 @@ def gantt_svg(
     longest = max(_length(spans) for _, spans in drawn)
     # a common scale, so that the lengths of panels can be compared
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
-    parts = _legend(list(chain.from_iterable(spans for _, spans in drawn)))
+    parts = _legend(list(chain.from_iterable(spans for _, spans in drawn)), write)
     top = 40.0
     for title, spans in drawn:
         length = _number(_length(spans)) + (f" {unit}" if unit else "")
         parts.append(_text(16, top + 16, f"{title} ({length})", "title"))
-        parts += _panel(spans, top + _HEAD, longest=longest, scale=scale, names=names)
+        parts += _panel(spans, top + _HEAD, longest=longest, scale=scale, names=names, write=write)
         top += _HEAD + _ranks(spans) * (_ROW + _GAP) + _AXIS
-    parts.append(_text(_LEFT, top - 4, f"time in {unit}" if unit else "time", "soft"))
+    parts.append(_text(_LEFT, top - 4, _time(unit, write), "soft"))
     height = top + 10
     titles = ", ".join(title for title, _ in panels)
-    label = escape(f"Gantt chart of a pipeline: {titles}", {'"': "&quot;"})
+    label = escape(write("Gantt chart of a pipeline: {titles}", titles=titles), {'"': "&quot;"})
     content = "\n".join(parts)
     space = "" if inside else 'xmlns="http://www.w3.org/2000/svg" '
     style = "" if inside else f"{_style()}\n"
@@ -123,6 +125,10 @@ def gantt_svg(
         f'height="{height:.0f}" role="img" aria-label="{label}">\n{style}'
         f'<rect width="100%" height="100%" class="page"/>\n{content}\n</svg>\n'
     )
+
+
+def _time(unit: str, write: Callable[..., str]) -> str:
+    return write("time in {unit}", unit=unit) if unit else write("time")
 
 
 def _computing(spans: Iterable[ActionSpan]) -> list[ActionSpan]:
@@ -150,6 +156,7 @@ def _panel(
     longest: float,
     scale: float,
     names: Sequence[str] | None,
+    write: Callable[..., str],
 ) -> list[str]:
     ranks = _ranks(spans)
     start, end = _limits(spans)
@@ -174,16 +181,24 @@ def _panel(
         first[span.rank] = min(stage, first.get(span.rank, stage))
     for span in spans:
         y = top + span.rank * (_ROW + _GAP)
-        parts.append(_drawn(span, start, y, scale, faint=span.action.stage != first[span.rank]))
+        faint = span.action.stage != first[span.rank]
+        parts.append(_drawn(span, start, y, scale, faint=faint, write=write))
     return parts
 
 
-def _drawn(span: ActionSpan, start: float, y: float, scale: float, faint: bool) -> str:
+def _drawn(
+    span: ActionSpan, start: float, y: float, scale: float, faint: bool, write: Callable[..., str]
+) -> str:
     x = _LEFT + (span.start - start) * scale
     width = (span.end - span.start) * scale
     kind = _CLASSES[span.action.kind] + (" faint" if faint else "")
-    times = f"{_number(span.start - start)} to {_number(span.end - start)}"
-    said = f"{span.action}, rank {span.rank}, {times}"
+    said = write(
+        "{action}, rank {rank}, {start} to {end}",
+        action=span.action,
+        rank=span.rank,
+        start=_number(span.start - start),
+        end=_number(span.end - start),
+    )
     # Leave a line of the page's colour between neighbours if there is space.
     inner = width - 1 if width > 3 else width
     box = f'<rect x="{x:.2f}" y="{y:.1f}" width="{inner:.2f}" height="{_ROW}" class="{kind}"/>'
@@ -194,7 +209,7 @@ def _drawn(span: ActionSpan, start: float, y: float, scale: float, faint: bool) 
     return f"<g><title>{said}</title>{box}</g>"
 
 
-def _legend(spans: Sequence[ActionSpan]) -> list[str]:
+def _legend(spans: Sequence[ActionSpan], write: Callable[..., str]) -> list[str]:
     kinds = {span.action.kind for span in spans}
     stages: dict[int, set[int]] = {}
     for span in spans:
@@ -202,11 +217,11 @@ def _legend(spans: Sequence[ActionSpan]) -> list[str]:
     names: dict[str, list[str]] = {}
     for kind, letter, name in _LEGEND:
         if kind in kinds:
-            names.setdefault(letter, []).append(name)
+            names.setdefault(letter, []).append(write(name))
     entries = [(letter, ", ".join(same)) for letter, same in names.items()]
     if any(len(several) > 1 for several in stages.values()):
-        entries.append(("f faint", "fainter: a rank's later stages"))
-    entries.append(("idle", "idle"))
+        entries.append(("f faint", write("fainter: a rank's later stages")))
+    entries.append(("idle", write("idle")))
     parts = []
     x = float(_LEFT)
     for style, name in entries:
@@ -214,7 +229,7 @@ def _legend(spans: Sequence[ActionSpan]) -> list[str]:
         parts.append(_text(x + 22, 24, name, "key"))
         # box, gaps and the text, as wide as its letters are on average
         x += 46 + _CHARACTER * len(name)
-    parts.append(_text(x, 24, "numbers: micro-batches", "soft"))
+    parts.append(_text(x, 24, write("numbers: micro-batches"), "soft"))
     return parts
 
 

@@ -2,7 +2,7 @@
 // was sorted stay as they are. It runs the page's own script, which fills what it finds: at first, and when all is anew.
 "use strict";
 (() => {
-  const { $, data, body, redraw, fail } = common;
+  const { $, data, body, redraw, fail, text } = common;
   const parts = [...document.querySelectorAll("[data-part]")];
   // As the server wrote them: the page's script fills some elements, which are then no longer as they came.
   const sources = parts.map((part) => part.cloneNode(true));
@@ -12,10 +12,10 @@
   let events = null;
   let heard = Date.now();
 
-  const say = (kind, text) => {
+  const say = (kind, english) => {
     const line = $("link");
     line.className = kind;
-    line.textContent = text;
+    line.textContent = text(english);
   };
 
   // A change of sections: what the server has not changed is left alone, whatever the page's script made of it.
@@ -154,7 +154,7 @@
   const listen = (all = false) => {
     events?.close();
     heard = Date.now();
-    events = new EventSource(`events?since=${all ? "" : version}`);
+    events = new EventSource(`events?since=${all ? "" : version}&language=${document.documentElement.lang}`);
     events.addEventListener("whole", hear(whole));
     events.addEventListener("patch", hear(some));
     events.addEventListener("beat", hear(() => say(over ? "over" : "live", over ? "ended: this is the final report" : "live")));
@@ -169,10 +169,10 @@
       if (events.readyState === EventSource.CLOSED) setTimeout(ask, AGAIN);
     };
   };
-  const leave = (text) => {
+  const leave = (english) => {
     events.close();
     events = null;
-    say("over", text);
+    say("over", english);
   };
   const ask = () =>
     fetch("here", { cache: "no-store" }).then(

@@ -1,6 +1,6 @@
 """The live page: responses to requests, independent of the listener.
 
-    GET  /            the page; without the token, a form for it
+    GET  /            the page; without the token, a form for it; ?language=ko: in Korean
     POST /            the token, for a cookie (`dure.report.live.login`)
     GET  /events      changes since a state, as server-sent events
     GET  /plotly.js   the drawing library, which a browser caches
@@ -22,17 +22,19 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 from dure.contracts.page import PageResponse
-from dure.report import document
+from dure.report import document, translation
 from dure.report.formatting import escape
 from dure.report.live.login import TokenLogin
 from dure.report.live.state import PageState, PageStates
 from dure.report.page import page_script
+from dure.report.translation import check_language, in_language, translated
+from dure.report.translation import language as language_now
 
 BEAT = 10.0
 """Seconds between two heartbeats; the page reconnects after three missing heartbeats."""
@@ -67,8 +69,9 @@ class LivePage:
         where_token: text that says where to find the token.
         secure: whether the page uses TLS.
         server: function that returns the content of /status.
+        language: of the page, "en" or "ko", unless a request names another.
 
-    Raises ImportError if plotly is not installed.
+    Raises ImportError if plotly is not installed, ValueError if the language is unknown.
     """
 
     def __init__(
@@ -78,11 +81,16 @@ class LivePage:
         where_token: str,
         secure: bool = False,
         server: Callable[[], Mapping[str, Any]] = dict,
+        language: str = "en",
     ) -> None:
         document.check_plotly("the live page")
         self._door = TokenLogin(token, secure)
         self._where = where_token
-        self.states = PageStates(folders, server)
+        self._language = language
+        self.states = PageStates(folders, server, language)
+        self._states = {language: self.states}
+        self._make = partial(PageStates, folders, server)
+        self._lock = threading.Lock()
         self._closed = threading.Event()
         self.readers = 0
 
@@ -91,14 +99,24 @@ class LivePage:
     ) -> PageResponse:
         """Return the response to a request."""
         where, _, query = path.partition("?")
+        asked = parse_qs(query)
+        language = asked.get("language", [self._language])[0]
+        try:
+            check_language(language)
+        except ValueError as error:
+            plain = {"content-type": "text/plain; charset=utf-8"}
+            return _with(_HEADERS, PageResponse(400, plain, f"{error}\n".encode(errors="replace")))
         if where == "/" and method == "POST":
             entered = self._door.enter(body)
-            return _with(_HEADERS, self._form(403, wrong=True) if entered is None else entered)
+            if entered is None:
+                return _with(_HEADERS, self._form(403, language, wrong=True))
+            moved = {**entered.headers, "location": self._home(language)}
+            return _with(_HEADERS, PageResponse(entered.status, moved))
         if method not in ("GET", "HEAD"):
             return _with(_HEADERS, PageResponse(405, {"allow": "GET, POST"}))
         known = self._door.knows(headers)
         if where == "/":
-            return _with(_HEADERS, self._page() if known else self._form(401))
+            return _with(_HEADERS, self._page(language) if known else self._form(401, language))
         if not known:
             return _with(_HEADERS, PageResponse(401, {"www-authenticate": "Bearer"}))
         if where == "/here":
@@ -106,8 +124,8 @@ class LivePage:
         if where == "/plotly.js":
             return _with(_HEADERS, self._drawing(headers))
         if where == "/events":
-            since = headers.get("last-event-id") or parse_qs(query).get("since", [""])[0]
-            return _with(_HEADERS, self._events(since))
+            since = headers.get("last-event-id") or asked.get("since", [""])[0]
+            return _with(_HEADERS, self._events(since, language))
         return _with(_HEADERS, PageResponse(404))
 
     @property
@@ -121,11 +139,21 @@ class LivePage:
         """Wait for `seconds`, or until the page is closed."""
         self._closed.wait(seconds)
 
-    def _events(self, since: str) -> PageResponse:
+    def states_in(self, language: str) -> PageStates:
+        """Return the states of the page in a language, which are made on first use."""
+        with self._lock:
+            if language not in self._states:
+                self._states[language] = self._make(language)
+            return self._states[language]
+
+    def _home(self, language: str) -> str:
+        return "./" if language == self._language else f"./?language={language}"
+
+    def _events(self, since: str, language: str) -> PageResponse:
         if self.readers >= MOST_READERS:
             return PageResponse(503, {"retry-after": "10"})
         headers = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
-        return PageResponse(200, headers, stream=PageEvents(self, since))
+        return PageResponse(200, headers, stream=PageEvents(self, since, language))
 
     @cached_property
     def _plotly(self) -> tuple[bytes, bytes, str]:
@@ -144,29 +172,33 @@ class LivePage:
             return PageResponse(200, {**kind, "content-encoding": "gzip"}, packed)
         return PageResponse(200, kind, source)
 
-    def _page(self) -> PageResponse:
-        state = self.states.newest()
+    def _page(self, language: str) -> PageResponse:
+        state = self.states_in(language).newest()
         nonce = secrets.token_urlsafe(16)
-        return _html(200, _document(state, nonce), nonce)
+        with in_language(language):
+            return _html(200, _document(state, nonce), nonce)
 
-    def _form(self, status: int, wrong: bool = False) -> PageResponse:
+    def _form(self, status: int, language: str, wrong: bool = False) -> PageResponse:
         said = "The token is wrong." if wrong else "Enter the token to see this page."
-        body = (
-            '<div class="door"><p class="mark">dure</p>'
-            f'<p role="status">{said} {escape(self._where)}</p>'
-            '<form method="post" action="./"><label for="token">Token</label>'
-            '<input id="token" name="token" type="password" autocomplete="off" required autofocus>'
-            "<button>Show the page</button></form></div>"
-        )
-        return _html(status, _around("dure", body), secrets.token_urlsafe(16))
+        with in_language(language):
+            body = (
+                '<div class="door"><p class="mark">dure</p>'
+                f'<p role="status">{translated(said)} {escape(translated(self._where))}</p>'
+                f'<form method="post" action="{self._home(language)}">'
+                f'<label for="token">{translated("Token")}</label>'
+                '<input id="token" name="token" type="password" autocomplete="off" required '
+                f"autofocus><button>{translated('Show the page')}</button></form></div>"
+            )
+            return _html(status, _around("dure", body), secrets.token_urlsafe(16))
 
 
 class PageEvents:
-    """The event stream of one reader. since: version of the reader's state."""
+    """The event stream of one reader. since: version of the reader's state, in its language."""
 
-    def __init__(self, page: LivePage, since: str) -> None:
+    def __init__(self, page: LivePage, since: str, language: str) -> None:
         self._page = page
-        self._has = page.states.known(since)
+        self._states = page.states_in(language)
+        self._has = self._states.known(since)
         self._beat = 0.0
         self._ended = False
         self._counted = True
@@ -179,7 +211,7 @@ class PageEvents:
     def due(self) -> bytes:
         """Return the bytes to send now; may be empty."""
         closes = self._page.closed
-        newest = self._page.states.newest(at_once=closes)
+        newest = self._states.newest(at_once=closes)
         said = b""
         if self._has is None:
             said = _event("whole", newest.whole(), newest.version)
@@ -224,8 +256,9 @@ def _html(status: int, text: str, nonce: str) -> PageResponse:
 def _around(title: str, body: str, attributes: str = "", scripts: str = "") -> str:
     """Return a document with the report's style."""
     style = document.source(document.__file__, "style.css") + document.source(__file__, "live.css")
+    style += translation.style()
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<!doctype html>\n<html lang="{language_now()}"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
         f"<title>{escape(title)}</title><style>{style}</style></head>\n"
@@ -238,7 +271,7 @@ def _document(state: PageState, nonce: str) -> str:
     parts = "".join(
         f'<div data-part="{place}">{html}</div>\n' for place, html in enumerate(state.sections)
     )
-    body = f'<p id="link" role="status">connecting</p>{parts}'
+    body = f'<p id="link" role="status">{translated("connecting")}</p>{parts}'
     over = "yes" if state.over else "no"
     attributes = f' data-version="{escape(state.version)}" data-over="{over}"'
     data = document.as_json(state.data)

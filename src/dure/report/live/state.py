@@ -23,6 +23,7 @@ from dure.report.live.json_patch import changes
 from dure.report.live.run_follower import RunFollower, RunsSnapshot
 from dure.report.live.status_section import now
 from dure.report.page import content, title_of
+from dure.report.translation import check_language, in_language, translated
 
 PACE = 1.0
 """Least seconds between two states."""
@@ -72,9 +73,18 @@ class PageState:
 
 
 class PageStates:
-    """The states of a page. server: returns the content of /status, else nothing."""
+    """The states of a page. server: returns the content of /status, else nothing.
 
-    def __init__(self, folders: list[Path], server: Callable[[], Mapping[str, Any]] = dict) -> None:
+    language: of the sections and data.
+    """
+
+    def __init__(
+        self,
+        folders: list[Path],
+        server: Callable[[], Mapping[str, Any]] = dict,
+        language: str = "en",
+    ) -> None:
+        self._language = check_language(language)
         self._following = RunFollower(folders)
         self._server = server
         self._kept: OrderedDict[str, PageState] = OrderedDict()
@@ -92,7 +102,8 @@ class PageStates:
         with self._lock:
             began = time.monotonic()
             if not self._kept or at_once or began >= self._due:
-                self._look()
+                with in_language(self._language):
+                    self._look()
                 took = time.monotonic() - began
                 self._due = time.monotonic() + max(PACE, 10 * took)
             return next(reversed(self._kept.values()))
@@ -108,7 +119,7 @@ class PageStates:
         before = next(reversed(self._kept.values())) if self._kept else None
         if before is None or self._looked is None or not look.shows_the_same(self._looked):
             self._looked = look
-            self._title = title_of(look.runs) if look.followed else "nothing yet"
+            self._title = title_of(look.runs) if look.followed else translated("nothing yet")
             self._sections, self._data = content(look.runs, self._title)
         present = now(look, told)
         header, *rest = self._sections

@@ -33,6 +33,7 @@ from dure.report.live.run_follower import (
     FollowedRun,
     RunsSnapshot,
 )
+from dure.report.translation import recorded, translated
 
 MOST_CLIENTS = 200
 """Most rows of clients; clients with trouble come first."""
@@ -43,11 +44,11 @@ MOST_REFUSALS = 10
 _TROUBLE = ("missing", "away")
 
 _SAID = {
-    STARTING: "starts",
-    RUNNING: "is training",
-    OVER: "has ended",
-    FAILED: "has failed",
-    STOPPED: "has stopped",
+    STARTING: "{run} starts{reason}.",
+    RUNNING: "{run} is training{reason}.",
+    OVER: "{run} has ended{reason}.",
+    FAILED: "{run} has failed{reason}.",
+    STOPPED: "{run} has stopped{reason}.",
 }
 
 
@@ -71,12 +72,18 @@ def _lead(look: RunsSnapshot) -> str:
     if len(look.followed) == 1:
         one = look.followed[0]
         ended = one.run.result.ended
-        by = f" ({escape(ended)})" if one.state == OVER and ended else ""
-        what = f"{escape(one.run.label)} {_SAID[one.state]}{by}."
+        by = f" ({escape(recorded(ended))})" if one.state == OVER and ended else ""
+        what = translated(_SAID[one.state], run=escape(one.run.label), reason=by)
     else:
         going = sum(one.goes_on for one in look.followed)
-        what = f"{plural(going, 'run')} of {count(len(look.followed))} in progress."
-    return what if look.goes_on else f"{what} All runs have ended: below is the final report."
+        what = translated(
+            "{runs} of {all} in progress.",
+            runs=plural(going, "run"),
+            all=count(len(look.followed)),
+        )
+    if look.goes_on:
+        return what
+    return what + translated(" All runs have ended: below is the final report.")
 
 
 def _row(place: int, label: str, one: FollowedRun) -> str:
@@ -88,7 +95,7 @@ def _row(place: int, label: str, one: FollowedRun) -> str:
     # Of a run in progress, the bytes of all workers up to the last evaluation.
     newest = run.evaluations[-1] if run.evaluations else None
     sent = newest.bytes_sent if newest is not None else None
-    state = f'<span class="state {one.state}">{one.state}</span>'
+    state = f'<span class="state {one.state}">{recorded(one.state)}</span>'
     return (
         f'<tr data-key="{place}"><th scope="row" class="text"><div>'
         f"{swatch(place)}<span>{escape(label)}</span></div></th>"
@@ -132,10 +139,12 @@ def _why(one: FollowedRun) -> str:
     if one.state == FAILED and why:
         return f'<p class="trouble">{escape(one.run.label)}: {escape(why)}</p>'
     if one.state == STOPPED:
-        return (
-            f'<p class="trouble">{escape(one.run.label)}: no process trains in its folder, and '
-            "the run has not ended: it was killed. Resume it with dure train --resume.</p>"
+        killed = translated(
+            "{run}: no process trains in its folder, and the run has not ended: it was killed. "
+            "Resume it with dure train --resume.",
+            run=escape(one.run.label),
         )
+        return f'<p class="trouble">{killed}</p>'
     return ""
 
 
@@ -158,18 +167,22 @@ def _federation(one: FollowedRun) -> str:
 
 def _named(names: object) -> str:
     known = [str(name) for name in listing(names)]
-    return f"{count(len(known))}: {listed(known)}" if known else "nobody"
+    return f"{count(len(known))}: {listed(known)}" if known else translated("nobody")
 
 
 def _outcomes(outcomes: object) -> str:
-    pairs = [f"{count(number(often))} {name}" for name, often in mapping(outcomes).items()]
-    return ", ".join(pairs) or "none yet"
+    pairs = [
+        translated("{count} {outcome}", count=count(number(often)), outcome=recorded(name))
+        for name, often in mapping(outcomes).items()
+    ]
+    return ", ".join(pairs) or translated("none yet")
 
 
 def _facts(facts: Sequence[tuple[str, str]]) -> str:
     """Return pairs of a name and a text, escaped."""
     inside = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts
+        f"<div><dt>{escape(translated(name))}</dt><dd>{escape(text)}</dd></div>"
+        for name, text in facts
     )
     return f'<dl class="facts">{inside}</dl>'
 
@@ -181,7 +194,7 @@ def _server(told: Mapping[str, Any]) -> str:
     clients = mapping(told.get("clients"))
     moved = mapping(told.get("bytes"))
     facts = [
-        ("server", str(told.get("state"))),
+        ("server", recorded(str(told.get("state")))),
         ("round", count(number(told.get("round")))),
         ("deadline", duration(number(told.get("seconds_to_deadline")))),
         *((name.replace("_", " "), count(number(often))) for name, often in clients.items()),
@@ -202,8 +215,9 @@ def _clients(who: Sequence[Any]) -> str:
     head = ("client", "state", "examples", "round", "deadline", "last")
     body = table("clients", "long", head, rows, texts=("client", "state", "last"))
     left = len(seats) - len(shown)
-    more = f'<p class="aside">{plural(left, "more client")} in /status.</p>' if left else ""
-    return f"<h3>Clients</h3>{body}{more}"
+    rest = translated("{clients} in /status.", clients=plural(left, "more client"))
+    more = f'<p class="aside">{rest}</p>' if left else ""
+    return f"<h3>{translated('Clients')}</h3>{body}{more}"
 
 
 def _calm(seat: Mapping[str, Any]) -> bool:
@@ -215,16 +229,17 @@ def _calm(seat: Mapping[str, Any]) -> bool:
 def _client(seat: Mapping[str, Any]) -> str:
     state = str(seat.get("state"))
     away = number(seat.get("quarantined_seconds"))
-    said = state if away is None else f"in quarantine, {duration(away)}"
+    quarantine = translated("in quarantine, {duration}", duration=duration(away))
+    said = recorded(state) if away is None else quarantine
     mark = "quarantined" if away is not None else state.replace(" ", "-")
-    name = text_of(seat.get("name")) or f"client {seat.get('client')}"
+    name = text_of(seat.get("name")) or translated("client {name}", name=seat.get("client"))
     return (
         f'<tr data-key="{escape(seat.get("client"))}">'
         f'<th scope="row" class="text">{escape(name)}</th>'
         f'<td class="text"><span class="state {escape(mark)}">{escape(said)}</span></td>'
         f"<td>{count(number(seat.get('examples')))}</td><td>{count(number(seat.get('round')))}</td>"
         f"<td>{duration(number(seat.get('seconds_to_deadline')))}</td>"
-        f'<td class="text said">{escape(seat.get("last") or UNKNOWN)}</td></tr>'
+        f'<td class="text said">{escape(recorded(str(seat.get("last") or UNKNOWN)))}</td></tr>'
     )
 
 
@@ -237,9 +252,11 @@ def _refusals(told: Mapping[str, Any]) -> str:
         f"{escape(one.get('reason'))}</li>"
         for one in reversed(newest[-MOST_REFUSALS:])
     )
-    return f'<h3>Refused last</h3><ul class="notes">{lines}</ul>'
+    return f'<h3>{translated("Refused last")}</h3><ul class="notes">{lines}</ul>'
 
 
 def _whose(refusal: Mapping[str, Any]) -> str:
     client = refusal.get("client")
-    return str(refusal.get("address") or "a stranger") if client is None else f"client {client}"
+    if client is None:
+        return str(refusal.get("address") or translated("a stranger"))
+    return translated("client {name}", name=client)
