@@ -100,9 +100,10 @@ def _folded(
 ) -> tuple[list[TableColumn], str]:
     """Return (columns that differ or are always shown, a line on the others).
 
-    A column without any known value is left out.
+    A column without any known value is left out. While a run goes on, all columns are shown: the
+    live page would be drawn anew whenever one appears.
     """
-    if len(runs) < 2:
+    if len(runs) < 2 or any(run.goes_on for run in runs):
         return list(columns), ""
     shown: list[TableColumn] = []
     same: list[tuple[str, str]] = []
@@ -200,7 +201,7 @@ def _columns(runs: Sequence[ReportedRun]) -> list[TableColumn]:
     if keys:
         # The main metric has two columns; of the others the final value is enough.
         best, final = _metric_column("best", keys[0]), _metric_column("final", keys[0])
-        if all(best.html(run) == final.html(run) for run in runs):
+        if all(not run.goes_on and best.html(run) == final.html(run) for run in runs):
             # Every run is best at its end.
             columns.append(_metric_column("", keys[0]))
         else:
