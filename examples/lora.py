@@ -1,4 +1,4 @@
-"""LoRA: clients, whose digits stand on their heads, train adapters of a frozen vision model."""
+"""LoRA (pip install transformers): clients with digits upside down train adapters."""
 
 from dataclasses import replace
 
