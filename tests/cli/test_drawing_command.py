@@ -11,6 +11,7 @@ from rich.console import Console
 
 from dure.cli.drawing import SUBJECTS, _print_styled, usage
 from dure.cli.main import main
+from dure.drawing.options import PipelineDrawing
 from dure.drawing.pipeline import pipeline_picture
 
 
@@ -69,7 +70,7 @@ def test_a_wrong_value_gets_one_line(
 
 
 def test_a_terminal_shows_the_same_text_with_colours() -> None:
-    picture = pipeline_picture(["gpipe"])
+    picture = pipeline_picture(PipelineDrawing())
     plain = io.StringIO()
     _print_styled(Console(file=plain, width=200, highlight=False), picture.lines)
     assert plain.getvalue().splitlines() == [

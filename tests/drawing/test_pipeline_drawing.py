@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dure.drawing.options import PipelineDrawing
 from dure.drawing.pipeline import pipeline_picture, simulated
 
 RANKS = st.integers(1, 6)
@@ -16,7 +17,8 @@ MICROBATCHES = st.integers(1, 12)
 
 
 def idle(name: str, p: int, m: int, v: int = 2) -> float:
-    return simulated(name, p, m, v).simulation.bubble
+    how = PipelineDrawing(ranks=p, microbatches=m, stages_per_rank=v)
+    return simulated(name, how).simulation.bubble
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,12 +48,13 @@ def test_the_idle_share_of_interleaving_is_that_of_its_study(p: int, groups: int
 @settings(max_examples=40, deadline=None)
 @given(RANKS, MICROBATCHES, st.sampled_from(["gpipe", "1f1b", "naive", "zero-bubble"]))
 def test_all_schedules_have_the_same_work(p: int, m: int, name: str) -> None:
-    for seconds in simulated(name, p, m, forward=2, backward=3).simulation.busy:
+    how = PipelineDrawing(ranks=p, microbatches=m, forward=2, backward=3)
+    for seconds in simulated(name, how).simulation.busy:
         assert seconds == pytest.approx(m * 5)
 
 
 def test_the_picture_has_a_box_for_each_action_and_the_printed_figures() -> None:
-    picture = pipeline_picture(["gpipe", "interleaved"], ranks=4, microbatches=8)
+    picture = pipeline_picture(PipelineDrawing(("gpipe", "interleaved"), ranks=4, microbatches=8))
     root = ElementTree.fromstring(picture.svg)
     boxes = [one.get("class") for one in root.iter("{http://www.w3.org/2000/svg}rect")]
     # 4 ranks, 8 micro-batches, one or two stages; and the legend and two bars.
@@ -64,7 +67,7 @@ def test_the_picture_has_a_box_for_each_action_and_the_printed_figures() -> None
 
 
 def test_the_rows_of_a_terminal_have_an_idle_share_of_the_figure() -> None:
-    text = pipeline_picture(["1f1b"], ranks=3, microbatches=6, width=120).text()
+    text = pipeline_picture(PipelineDrawing(("1f1b",), ranks=3, microbatches=6), width=120).text()
     rows = re.findall(r"^rank \d │(.*)│$", text, re.MULTILINE)
     assert len(rows) == 3
     shown = sum(row.count("·") for row in rows) / sum(map(len, rows))
@@ -87,6 +90,7 @@ def test_the_rows_of_a_terminal_have_an_idle_share_of_the_figure() -> None:
 def test_a_pipeline_that_cannot_be_drawn_is_refused(
     change: dict[str, object], message: str
 ) -> None:
-    given: dict[str, object] = {"name": "gpipe", "ranks": 2, "microbatches": 2, **change}
+    given: dict[str, object] = {"ranks": 2, "microbatches": 2, **change}
+    name = str(given.pop("name", "gpipe"))
     with pytest.raises(ValueError, match=message):
-        simulated(**given)  # type: ignore[arg-type]
+        simulated(name, PipelineDrawing(**given))  # type: ignore[arg-type]

@@ -7,6 +7,12 @@ import pytest
 from dure.drawing.downpour import downpour_round
 from dure.drawing.fed_avg import fed_avg_rounds
 from dure.drawing.lanes import LanePanel, LaneSpan, covered, lanes_picture
+from dure.drawing.options import (
+    DownpourDrawing,
+    FedAvgDrawing,
+    ParameterServerDrawing,
+    SplitDrawing,
+)
 from dure.drawing.parameter_server import parameter_server_picture, server_round
 from dure.drawing.split import VARIANTS, split_picture, split_round
 
@@ -16,7 +22,9 @@ def computing(panel: LanePanel, lane: str) -> list[LaneSpan]:
 
 
 def test_synchronous_workers_make_the_same_steps_and_wait_for_the_slow_one() -> None:
-    drawn = server_round(0, workers=3, steps=4, slow=1, factor=2.0, transfer=0.0)
+    drawn = server_round(
+        0, ParameterServerDrawing(workers=3, steps=4, slow=1, factor=2.0, transfer=0.0)
+    )
     panel = drawn.panel
     assert [len(computing(panel, f"worker {number}")) for number in range(3)] == [4, 4, 4]
     # Without transfers a step lasts as long as the slow worker's gradient.
@@ -29,8 +37,8 @@ def test_synchronous_workers_make_the_same_steps_and_wait_for_the_slow_one() -> 
 
 
 def test_asynchronous_workers_do_not_wait_for_the_slow_one() -> None:
-    bound = server_round(0, workers=3, steps=4)
-    free = server_round(None, workers=3, steps=4)
+    bound = server_round(0, ParameterServerDrawing(workers=3, steps=4))
+    free = server_round(None, ParameterServerDrawing(workers=3, steps=4))
     assert free.waiting < bound.waiting
     assert free.staleness > 0
     fast, _, slow = (len(computing(free.panel, f"worker {number}")) for number in range(3))
@@ -38,7 +46,7 @@ def test_asynchronous_workers_do_not_wait_for_the_slow_one() -> None:
 
 
 def test_bounded_workers_are_not_further_ahead_than_the_bound() -> None:
-    panel = server_round(1, workers=2, steps=6, slow=1, factor=4.0).panel
+    panel = server_round(1, ParameterServerDrawing(workers=2, steps=6, slow=1, factor=4.0)).panel
     fast = computing(panel, "worker 0")
     slow = computing(panel, "worker 1")
     for step, span in enumerate(fast[2:], 2):
@@ -47,7 +55,9 @@ def test_bounded_workers_are_not_further_ahead_than_the_bound() -> None:
 
 
 def test_replicas_compute_beside_their_messages() -> None:
-    drawn = downpour_round(fetch_every=2, push_every=2, replicas=3, steps=6, slow=1, factor=2.0)
+    drawn = downpour_round(
+        DownpourDrawing(fetch_every=2, push_every=2, replicas=3, steps=6, slow=1, factor=2.0)
+    )
     for number, seconds in enumerate((1.0, 1.0, 2.0)):
         spans = computing(drawn.panel, f"replica {number}")
         assert len(spans) == 6
@@ -59,8 +69,10 @@ def test_replicas_compute_beside_their_messages() -> None:
 
 
 def test_a_deadline_ends_a_round_without_the_straggler() -> None:
-    waits = fed_avg_rounds(clients=5, rounds=2, slow=1, factor=3.0, transfer=0.25)
-    ends = fed_avg_rounds(clients=5, rounds=2, slow=1, factor=3.0, transfer=0.25, deadline=2.5)
+    waits = fed_avg_rounds(FedAvgDrawing(clients=5, rounds=2, slow=1, factor=3.0, transfer=0.25))
+    ends = fed_avg_rounds(
+        FedAvgDrawing(clients=5, rounds=2, slow=1, factor=3.0, transfer=0.25, deadline=2.5)
+    )
     # Download, training and upload of the straggler, twice.
     assert waits.panel.end == pytest.approx(2 * (0.25 + 3 + 0.25))
     assert waits.waiting == pytest.approx(4 * 2.0 / (5 * 3.5))
@@ -71,7 +83,7 @@ def test_a_deadline_ends_a_round_without_the_straggler() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_values_go_up_and_gradients_come_down(variant: str) -> None:
-    drawn = split_round(variant, clients=3, steps=2)
+    drawn = split_round(variant, SplitDrawing(clients=3, steps=2))
     values = [arrow for arrow in drawn.panel.arrows if arrow.kind == "f"]
     gradients = [arrow for arrow in drawn.panel.arrows if arrow.label == "gradients"]
     twice = 2 if variant == "u-shaped" else 1
@@ -87,26 +99,28 @@ def test_values_go_up_and_gradients_come_down(variant: str) -> None:
 
 
 def test_peers_hand_over_the_head_without_the_server() -> None:
-    direct = split_round("peer-to-peer", clients=3, steps=1)
+    direct = split_round("peer-to-peer", SplitDrawing(clients=3, steps=1))
     weights = [arrow for arrow in direct.panel.arrows if arrow.kind == "c"]
     assert [(one.source, one.target) for one in weights] == [
         ("client 0", "client 1"),
         ("client 1", "client 2"),
     ]
-    through = split_round("vanilla", clients=3, steps=1)
+    through = split_round("vanilla", SplitDrawing(clients=3, steps=1))
     weights = [arrow for arrow in through.panel.arrows if arrow.kind == "c"]
     assert {"server"} < {name for one in weights for name in (one.source, one.target)}
     assert all("server" in (one.source, one.target) for one in weights)
 
 
 def test_the_figures_are_printed_in_both_forms() -> None:
-    drawn = server_round(0, workers=2, steps=3)
-    picture = parameter_server_picture([0], workers=2, steps=3)
+    drawn = server_round(0, ParameterServerDrawing(workers=2, steps=3))
+    picture = parameter_server_picture([0], ParameterServerDrawing(workers=2, steps=3))
     for text in (picture.svg, picture.text()):
         assert f"{100 * drawn.waiting:.1f} %" in text
-    split = split_round("vanilla", clients=2, steps=1)
+    split = split_round("vanilla", SplitDrawing(clients=2, steps=1))
     nbytes = sum(one.nbytes for one in split.transmissions)
-    assert f"{nbytes:,} bytes" in split_picture(["vanilla"], clients=2, steps=1).text()
+    assert (
+        f"{nbytes:,} bytes" in split_picture(["vanilla"], SplitDrawing(clients=2, steps=1)).text()
+    )
 
 
 def test_the_waiting_share_counts_overlapping_activities_once() -> None:
@@ -131,17 +145,18 @@ def test_the_waiting_share_counts_overlapping_activities_once() -> None:
     ],
 )
 def test_a_round_that_cannot_be_drawn_is_refused(change: dict[str, float], message: str) -> None:
-    given: dict[str, float] = {"staleness": 0, **change}
+    others = dict(change)
+    staleness = others.pop("staleness", 0)
     with pytest.raises(ValueError, match=message):
-        server_round(**given)  # type: ignore[arg-type]
+        server_round(staleness, ParameterServerDrawing(**others))  # type: ignore[arg-type]
 
 
 def test_other_wrong_values_are_refused() -> None:
     with pytest.raises(ValueError, match="--deadline is 0"):
-        fed_avg_rounds(deadline=0.0)
+        fed_avg_rounds(FedAvgDrawing(deadline=0.0))
     with pytest.raises(ValueError, match="--clients is 0"):
-        fed_avg_rounds(clients=0)
+        fed_avg_rounds(FedAvgDrawing(clients=0))
     with pytest.raises(ValueError, match="did you mean 'vanilla'"):
-        split_round("vanila")
+        split_round("vanila", SplitDrawing())
     with pytest.raises(ValueError, match="--push-every is 0"):
-        downpour_round(push_every=0)
+        downpour_round(DownpourDrawing(push_every=0))

@@ -6,6 +6,7 @@ The picture shows one round of `dure.parameter_server.simulated_replicas`, under
 from __future__ import annotations
 
 from dure.drawing.lanes import LanePanel, LaneSpan, lanes_picture
+from dure.drawing.options import DownpourDrawing
 from dure.drawing.parameter_server import LEGEND, ServerRound, message_arrows
 from dure.drawing.picture import Picture
 from dure.drawing.virtual_run import (
@@ -23,47 +24,27 @@ _EXAMPLES = 8
 """Examples of a replica's batch."""
 
 
-def downpour_round(
-    fetch_every: int = 2,
-    push_every: int = 2,
-    replicas: int = 3,
-    servers: int = 1,
-    steps: int = 6,
-    transfer: float = 0.2,
-    slow: int = 1,
-    factor: float = 2.0,
-) -> ServerRound:
-    """Simulate a round.
-
-    Args:
-        fetch_every: steps between fetches of the weights.
-        push_every: steps between pushes of the summed gradients.
-        replicas: number of replicas.
-        servers: number of servers.
-        steps: steps of each replica.
-        transfer: units of time of a message with all weights.
-        slow: number of slow replicas.
-        factor: slowness of these replicas.
-    """
+def downpour_round(how: DownpourDrawing) -> ServerRound:
+    """Simulate a round."""
     check_counts(
         24,
-        fetch_every=fetch_every,
-        push_every=push_every,
-        replicas=replicas,
-        servers=servers,
-        steps=steps,
+        fetch_every=how.fetch_every,
+        push_every=how.push_every,
+        replicas=how.replicas,
+        servers=how.servers,
+        steps=how.steps,
     )
     strategy = Downpour(
-        replicas=replicas,
-        servers=servers,
+        replicas=how.replicas,
+        servers=how.servers,
         batch_size=_EXAMPLES,
-        fetch_every=fetch_every,
-        push_every=push_every,
-        period=steps,
+        fetch_every=how.fetch_every,
+        push_every=how.push_every,
+        period=how.steps,
     )
-    task = random_task(_EXAMPLES * replicas * steps)
+    task = random_task(_EXAMPLES * how.replicas * how.steps)
     strategy.check(task, None)
-    conditions = conditions_of(replicas, _EXAMPLES, transfer, slow, factor)
+    conditions = conditions_of(how.replicas, _EXAMPLES, how.transfer, how.slow, how.factor)
     learner = strategy.learner(task, context_of(conditions), 0)
     assert isinstance(learner, SimulatedReplicas)
     found = recorded_transmissions(learner.virtual.network)
@@ -76,16 +57,16 @@ def downpour_round(
     arrows = [
         one._replace(source=_replica(one.source), target=_replica(one.target)) for one in arrows
     ]
-    names = tuple(f"replica {number}" for number in range(replicas))
+    names = tuple(f"replica {number}" for number in range(how.replicas))
     end = float(numbers["virtual_seconds"])
     busy = sum(seconds for _, _, seconds, _ in learner.computations)
-    waiting = 1 - busy / (end * replicas)
+    waiting = 1 - busy / (end * how.replicas)
     title = (
-        f"fetch every {fetch_every}, push every {push_every}: replicas do not compute for "
-        f"{100 * waiting:.1f} % of the time, mean staleness {numbers['staleness']:.2f}, "
+        f"fetch every {how.fetch_every}, push every {how.push_every}: replicas do not compute "
+        f"for {100 * waiting:.1f} % of the time, mean staleness {numbers['staleness']:.2f}, "
         f"{end:.4g} units"
     )
-    lanes = (*(f"server {number}" for number in range(servers)), *names)
+    lanes = (*(f"server {number}" for number in range(how.servers)), *names)
     panel = LanePanel(title, lanes, tuple(spans), tuple(arrows), names, end)
     return ServerRound(panel, waiting, float(numbers["staleness"]), end)
 
@@ -94,24 +75,12 @@ def _replica(name: str) -> str:
     return name.replace("worker", "replica")
 
 
-def downpour_picture(
-    fetch_every: int = 2,
-    push_every: int = 2,
-    replicas: int = 3,
-    servers: int = 1,
-    steps: int = 6,
-    transfer: float = 0.2,
-    slow: int = 1,
-    factor: float = 2.0,
-    width: int = 100,
-) -> Picture:
-    """Draw a round. The arguments are those of `downpour_round`; width: columns of a terminal."""
-    drawn = downpour_round(
-        fetch_every, push_every, replicas, servers, steps, transfer, slow, factor
-    )
+def downpour_picture(how: DownpourDrawing, width: int = 100) -> Picture:
+    """Draw a round. width: columns of a terminal."""
+    drawn = downpour_round(how)
     figures = (
-        f"{replicas} replicas, {slow} of them {factor:g} times slower; {steps} steps each; a "
-        f"gradient takes 1, a message with all weights {transfer:g}."
+        f"{how.replicas} replicas, {how.slow} of them {how.factor:g} times slower; {how.steps} "
+        f"steps each; a gradient takes 1, a message with all weights {how.transfer:g}."
     )
     caption = [
         "A replica trains on its own weights and data; pushes and fetches run beside its "

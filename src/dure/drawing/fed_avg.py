@@ -8,9 +8,10 @@ answered, or at a deadline.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dure.drawing.lanes import LaneArrow, LanePanel, LaneSpan, lanes_picture
+from dure.drawing.options import FedAvgDrawing
 from dure.drawing.picture import Picture
 from dure.drawing.virtual_run import check_counts, conditions_of, context_of, random_task
 from dure.federated.algorithms.fed_avg import FedAvg
@@ -48,32 +49,19 @@ class FedAvgRounds:
     late: int
 
 
-def fed_avg_rounds(
-    clients: int = 5,
-    rounds: int = 2,
-    transfer: float = 0.3,
-    slow: int = 1,
-    factor: float = 3.0,
-    deadline: float | None = None,
-) -> FedAvgRounds:
-    """Simulate rounds in which all clients take part.
-
-    Args:
-        clients: number of clients.
-        rounds: number of rounds.
-        transfer: units of time in which a client downloads or uploads the model.
-        slow: number of stragglers.
-        factor: slowness of the stragglers.
-        deadline: units of time after which a round ends without the missing updates.
-    """
-    check_counts(24, clients=clients, rounds=rounds)
+def fed_avg_rounds(how: FedAvgDrawing) -> FedAvgRounds:
+    """Simulate rounds in which all clients take part."""
+    check_counts(24, clients=how.clients, rounds=how.rounds)
+    clients, deadline = how.clients, how.deadline
     if deadline is not None and not (math.isfinite(deadline) and deadline > 0):
         raise ValueError(f"--deadline is {deadline:g}: give a time above 0")
     selection = "uniform" if deadline is None else f"uniform:1:{deadline:g}:1"
     strategy = FedAvg(clients=clients, batch_size=_EXAMPLES, selection=parse(selection))
     task = random_task(_EXAMPLES * clients)
     strategy.check(task, None)
-    conditions = conditions_of(clients, _EXAMPLES, transfer, slow, factor, federated=True)
+    conditions = conditions_of(
+        clients, _EXAMPLES, how.transfer, how.slow, how.factor, federated=True
+    )
     made: list[RecordedFederation] = []
 
     def carrier(sides: Clients, seed: int) -> RecordedFederation:
@@ -81,7 +69,7 @@ def fed_avg_rounds(
         return made[-1]
 
     learner = strategy.learner(task, context_of(conditions, carrier), 0)
-    for _ in range(rounds):
+    for _ in range(how.rounds):
         learner.advance(0)
     simulation = made[0]
     end = simulation.models[-1]
@@ -115,29 +103,17 @@ def fed_avg_rounds(
     title = f"{rule}: clients wait for {100 * waiting:.1f} % of the time, {end:.4g} units"
     if deadline is not None:
         title += f", {late_count} late update{'s' * (late_count != 1)}"
-    panel = LanePanel(title, panel.lanes, panel.spans, panel.arrows, names, end)
-    return FedAvgRounds(panel, waiting, late_count)
+    return FedAvgRounds(replace(panel, title=title), waiting, late_count)
 
 
-def fed_avg_picture(
-    clients: int = 5,
-    rounds: int = 2,
-    transfer: float = 0.3,
-    slow: int = 1,
-    factor: float = 3.0,
-    deadline: float | None = None,
-    width: int = 100,
-) -> Picture:
-    """Draw rounds without and, if it is given, with a deadline; arguments of `fed_avg_rounds`.
-
-    width: columns of a terminal.
-    """
-    drawn = [fed_avg_rounds(clients, rounds, transfer, slow, factor)]
-    if deadline is not None:
-        drawn.append(fed_avg_rounds(clients, rounds, transfer, slow, factor, deadline))
+def fed_avg_picture(how: FedAvgDrawing, width: int = 100) -> Picture:
+    """Draw rounds without and, if it is given, with a deadline. width: columns of a terminal."""
+    drawn = [fed_avg_rounds(replace(how, deadline=None))]
+    if how.deadline is not None:
+        drawn.append(fed_avg_rounds(how))
     figures = (
-        f"{clients} clients, {slow} of them {factor:g} times slower; a client trains for 1, a "
-        f"transfer of the model takes {transfer:g}."
+        f"{how.clients} clients, {how.slow} of them {how.factor:g} times slower; a client trains "
+        f"for 1, a transfer of the model takes {how.transfer:g}."
     )
     legend = [
         ("s", "round of the server"),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dure.drawing.lanes import LaneArrow, LanePanel, LaneSpan, lanes_picture
+from dure.drawing.options import ParameterServerDrawing
 from dure.drawing.picture import Picture
 from dure.drawing.virtual_run import (
     advanced,
@@ -59,37 +60,19 @@ def message_arrows(found: Sequence[Transmission]) -> tuple[list[LaneSpan], list[
     return spans, arrows
 
 
-def server_round(
-    staleness: int | None,
-    workers: int = 3,
-    servers: int = 1,
-    steps: int = 4,
-    transfer: float = 0.2,
-    slow: int = 1,
-    factor: float = 2.0,
-) -> ServerRound:
-    """Simulate a round.
-
-    Args:
-        staleness: steps by which a worker may be ahead of the slowest; None is unbounded.
-        workers: number of workers.
-        servers: number of servers.
-        steps: steps of the round.
-        transfer: units of time of a message with all weights.
-        slow: number of slow workers.
-        factor: slowness of these workers.
-    """
-    check_counts(16, workers=workers, servers=servers, steps=steps)
+def server_round(staleness: int | None, how: ParameterServerDrawing) -> ServerRound:
+    """Simulate a round. staleness: bound of this run; None is unbounded."""
+    check_counts(16, workers=how.workers, servers=how.servers, steps=how.steps)
     strategy = ParameterServer(
-        servers=servers,
-        workers=workers,
-        batch_size=_EXAMPLES * workers,
+        servers=how.servers,
+        workers=how.workers,
+        batch_size=_EXAMPLES * how.workers,
         staleness=staleness,
-        period=steps,
+        period=how.steps,
     )
-    task = random_task(_EXAMPLES * workers * steps)
+    task = random_task(_EXAMPLES * how.workers * how.steps)
     strategy.check(task, None)
-    conditions = conditions_of(workers, _EXAMPLES, transfer, slow, factor)
+    conditions = conditions_of(how.workers, _EXAMPLES, how.transfer, how.slow, how.factor)
     learner = strategy.learner(task, context_of(conditions), 0)
     assert isinstance(learner, SimulatedParameterServer)
     found = recorded_transmissions(learner.virtual.network)
@@ -98,7 +81,7 @@ def server_round(
     for name, category, began, seconds, clock in learner.spans:
         if category == "compute":
             spans.append(LaneSpan(name, "f", began, began + seconds, f"step {clock}"))
-    names = tuple(f"worker {number}" for number in range(workers))
+    names = tuple(f"worker {number}" for number in range(how.workers))
     end = float(numbers["virtual_seconds"])
     mode = {0: "synchronous", None: "asynchronous"}.get(staleness, "bounded staleness")
     bound = "" if staleness is None else f", staleness {staleness}"
@@ -106,31 +89,19 @@ def server_round(
         f"{mode}{bound}: workers do not compute for {100 * numbers['waiting']:.1f} % of the time, "
         f"mean staleness {numbers['staleness']:.2f}, {end:.4g} units"
     )
-    lanes = (*(f"server {number}" for number in range(servers)), *names)
+    lanes = (*(f"server {number}" for number in range(how.servers)), *names)
     panel = LanePanel(title, lanes, tuple(spans), tuple(arrows), names, end)
     return ServerRound(panel, float(numbers["waiting"]), float(numbers["staleness"]), end)
 
 
 def parameter_server_picture(
-    staleness: Sequence[int | None] = (0, None),
-    workers: int = 3,
-    servers: int = 1,
-    steps: int = 4,
-    transfer: float = 0.2,
-    slow: int = 1,
-    factor: float = 2.0,
-    width: int = 100,
+    staleness: Sequence[int | None], how: ParameterServerDrawing, width: int = 100
 ) -> Picture:
-    """Draw a round for each staleness. The other arguments are those of `server_round`.
-
-    width: columns of a terminal.
-    """
-    rounds = [
-        server_round(bound, workers, servers, steps, transfer, slow, factor) for bound in staleness
-    ]
+    """Draw a round for each staleness. width: columns of a terminal."""
+    rounds = [server_round(bound, how) for bound in staleness]
     figures = (
-        f"{workers} workers, {slow} of them {factor:g} times slower; {steps} steps; a gradient "
-        f"takes 1, a message with all weights {transfer:g}."
+        f"{how.workers} workers, {how.slow} of them {how.factor:g} times slower; {how.steps} "
+        f"steps; a gradient takes 1, a message with all weights {how.transfer:g}."
     )
     caption = [
         "A worker pulls weights, computes a gradient of its part of the batch, and pushes it. "

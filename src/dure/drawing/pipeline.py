@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dure.drawing.options import PipelineDrawing
 from dure.drawing.picture import Picture, StyledText, TerminalLine, heading, line, text_table
 from dure.drawing.svg import MARGIN, WIDTH, Entry, SvgCanvas, svg_page
 from dure.parallel.pipeline.builders import make
@@ -55,34 +56,19 @@ class SimulatedSchedule:
         )
 
 
-def simulated(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    stages_per_rank: int = 2,
-    forward: float = 1.0,
-    backward: float = 2.0,
-    message: float = 0.0,
-) -> SimulatedSchedule:
-    """Simulate a schedule.
+def simulated(name: str, how: PipelineDrawing) -> SimulatedSchedule:
+    """Simulate a schedule. name: of the schedule.
 
-    Args:
-        name: name of the schedule.
-        ranks: number of ranks.
-        microbatches: micro-batches of a batch; the naive schedule joins them.
-        stages_per_rank: stages of each rank, for the interleaved schedule alone.
-        forward: cost of a forward of a micro-batch in the layers of a rank.
-        backward: cost of its backward; half of it is an input gradient, half a weight gradient.
-        message: time until a message arrives.
-
-    Raises:
-        ValueError: the schedule does not exist, or does not support these numbers.
+    Half of a backward is an input gradient, half a weight gradient. Raises ValueError if the
+    schedule does not exist, or does not support these numbers.
     """
-    for what, cost in (("forward", forward), ("backward", backward)):
+    ranks, microbatches = how.ranks, how.microbatches
+    stages_per_rank = 2 if how.stages_per_rank is None else how.stages_per_rank
+    for what, cost in (("forward", how.forward), ("backward", how.backward)):
         if not (math.isfinite(cost) and cost > 0):
             raise ValueError(f"--{what} is {cost:g}: give a cost above 0")
-    if not (math.isfinite(message) and message >= 0):
-        raise ValueError(f"--message is {message:g}: give a time of 0 or more")
+    if not (math.isfinite(how.message) and how.message >= 0):
+        raise ValueError(f"--message is {how.message:g}: give a time of 0 or more")
     for what, count in (
         ("ranks", ranks),
         ("microbatches", microbatches),
@@ -102,38 +88,17 @@ def simulated(
     count = 1 if name == "naive" else microbatches
     schedule = make(name, ranks, count, stages)
     share = joined / stages
-    times = Times.uniform(schedule.stages, forward * share, backward * share, message)
+    times = Times.uniform(schedule.stages, how.forward * share, how.backward * share, how.message)
     return SimulatedSchedule(name, count, stages, simulate(schedule, times))
 
 
-def pipeline_picture(
-    names: Sequence[str],
-    ranks: int = 4,
-    microbatches: int = 8,
-    stages_per_rank: int = 2,
-    forward: float = 1.0,
-    backward: float = 2.0,
-    message: float = 0.0,
-    width: int = 100,
-) -> Picture:
-    """Draw schedules below one another, on one axis of time.
-
-    Args:
-        names: names of the schedules.
-        ranks: number of ranks.
-        microbatches: micro-batches of a batch.
-        stages_per_rank: stages of each rank, for the interleaved schedule.
-        forward: cost of a forward of a micro-batch in the layers of a rank.
-        backward: cost of its backward.
-        message: time until a message arrives.
-        width: columns of a terminal.
-    """
-    runs = [
-        simulated(name, ranks, microbatches, stages_per_rank, forward, backward, message)
-        for name in names
-    ]
-    title = f"Pipeline of {_count(ranks, 'rank')}, {_count(microbatches, 'micro-batch')}"
-    figures = f"A forward takes {forward:g}, a backward {backward:g}, a message {message:g}."
+def pipeline_picture(how: PipelineDrawing, width: int = 100) -> Picture:
+    """Draw schedules below one another, on one axis of time. width: columns of a terminal."""
+    runs = [simulated(name, how) for name in how.schedule]
+    title = f"Pipeline of {_count(how.ranks, 'rank')}, {_count(how.microbatches, 'micro-batch')}"
+    figures = (
+        f"A forward takes {how.forward:g}, a backward {how.backward:g}, a message {how.message:g}."
+    )
     if len(runs) == 1:
         title = f"{title}: {runs[0].name}"
     return Picture(

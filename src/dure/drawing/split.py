@@ -16,11 +16,12 @@ A forward of a part takes a third of its training time, and a backward two third
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from dure.drawing.lanes import LaneArrow, LanePanel, LaneSpan, lanes_picture
+from dure.drawing.options import SplitDrawing
 from dure.drawing.picture import Picture
 from dure.drawing.virtual_run import (
     advanced,
@@ -83,28 +84,19 @@ class SplitRound:
     transmissions: tuple[Transmission, ...]
 
 
-def split_round(
-    variant: str, clients: int = 3, steps: int = 2, transfer: float = 0.4
-) -> SplitRound:
-    """Simulate a round, or the steps of vertical split learning.
-
-    Args:
-        variant: name of the variant.
-        clients: number of clients, or of parties.
-        steps: steps of each client.
-        transfer: units of time of a message with as many bytes as the model.
-    """
+def split_round(variant: str, how: SplitDrawing) -> SplitRound:
+    """Simulate a round, or the steps of vertical split learning. variant: its name."""
     if variant not in VARIANTS:
         raise ValueError(
             f"there is no picture of split learning {variant!r}{suggestion(variant, VARIANTS)}"
         )
-    check_counts(12, clients=clients, steps=steps)
+    check_counts(12, clients=how.clients, steps=how.steps)
     if variant == "vertical":
-        return _vertical_round(clients, steps, transfer)
-    task = random_task(_EXAMPLES * clients * steps)
-    strategy = _strategy(variant, clients)
+        return _vertical_round(how)
+    task = random_task(_EXAMPLES * how.clients * how.steps)
+    strategy = _strategy(variant, how.clients)
     strategy.check(task, None)
-    conditions = conditions_of(clients, _EXAMPLES, transfer)
+    conditions = conditions_of(how.clients, _EXAMPLES, how.transfer)
     learner = strategy.learner(task, context_of(conditions), 0)
     assert isinstance(learner, SimulatedSplitLearner)
     found = recorded_transmissions(learner.network)
@@ -131,11 +123,11 @@ def _strategy(variant: str, clients: int) -> Split:
     )
 
 
-def _vertical_round(parties: int, steps: int, transfer: float) -> SplitRound:
-    task = random_task(_EXAMPLES * steps)
-    strategy = VerticalSplit(parties=parties, batch_size=_EXAMPLES)
+def _vertical_round(how: SplitDrawing) -> SplitRound:
+    task = random_task(_EXAMPLES * how.steps)
+    strategy = VerticalSplit(parties=how.clients, batch_size=_EXAMPLES)
     strategy.check(task, None)
-    conditions = conditions_of(parties, _EXAMPLES, transfer)
+    conditions = conditions_of(how.clients, _EXAMPLES, how.transfer)
     learner = strategy.learner(task, context_of(conditions), 0)
     assert isinstance(learner, SimulatedVerticalLearner)
     found = recorded_transmissions(learner.network)
@@ -143,7 +135,7 @@ def _vertical_round(parties: int, steps: int, transfer: float) -> SplitRound:
     _watch(learner.holder.busy, SERVER, activities)
     for one in learner.members:
         _watch(one.busy, one.name, activities)
-    for _ in range(steps):
+    for _ in range(how.steps):
         learner.advance(0)
     names = tuple(one.name for one in learner.members)
     return _round("vertical", (SERVER, *names), activities, found, learner.network.now)
@@ -195,27 +187,16 @@ def _round(
         f"{variant}: {end:.4g} units, {crossing:,} bytes in {len(found)} messages, clients idle "
         f"for {100 * waiting:.1f} % of the time"
     )
-    return SplitRound(
-        LanePanel(title, lanes, tuple(spans), tuple(arrows), lanes[1:], end), tuple(found)
-    )
+    return SplitRound(replace(panel, title=title), tuple(found))
 
 
-def split_picture(
-    variants: Sequence[str],
-    clients: int = 3,
-    steps: int = 2,
-    transfer: float = 0.4,
-    width: int = 100,
-) -> Picture:
-    """Draw a round of each variant. The other arguments are those of `split_round`.
-
-    width: columns of a terminal.
-    """
-    drawn = [split_round(variant, clients, steps, transfer) for variant in variants]
+def split_picture(variants: Sequence[str], how: SplitDrawing, width: int = 100) -> Picture:
+    """Draw a round of each variant. width: columns of a terminal."""
+    drawn = [split_round(variant, how) for variant in variants]
     figures = (
-        f"{clients} clients, {steps} step{'s' * (steps != 1)} each; the whole model trains a batch "
-        "in 1 on a client and in 0.5 on the server; a message of the model's size takes "
-        f"{transfer:g}."
+        f"{how.clients} clients, {how.steps} step{'s' * (how.steps != 1)} each; the whole model "
+        "trains a batch in 1 on a client and in 0.5 on the server; a message of the model's size "
+        f"takes {how.transfer:g}."
     )
     caption = [f"{variant}: {VARIANTS[variant]}." for variant in variants]
     caption.append("A run of the clients and the server under the virtual clock.")
