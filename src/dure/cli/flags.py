@@ -87,8 +87,8 @@ class LimitOptions:
 
 
 @dataclass(frozen=True)
-class WorldOptions:
-    """Options of the workers.
+class WorkerOptions:
+    """Options of the workers, for a system whose own flags set the device.
 
     Args:
         workers: ranks or threads, for systems that divide the work; by default a worker per core.
@@ -106,17 +106,30 @@ class WorldOptions:
 
 
 @dataclass(frozen=True)
+class WorldOptions(WorkerOptions):
+    """Options of the workers.
+
+    Args:
+        device: devices of processes: cpu; cuda, a GPU for each; cuda:0, which all share; or auto.
+    """
+
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
 class RankOptions:
     """Options of the ranks, for systems whose own flags set the number of ranks.
 
     Args:
         world: processes of this machine, or simulated, under a virtual clock; --world simulated
             --help lists the conditions there.
+        device: devices of processes: cpu; cuda, a GPU for each; cuda:0, which all share; or auto.
         deadline: timeout in seconds for a silent peer.
         backend: transport between ranks: dure through shared memory, gloo through sockets.
     """
 
     world: Literal["processes", "simulated"] | None = None
+    device: str = "cpu"
     deadline: float = 60.0
     backend: Literal["dure", "gloo"] = "dure"
 

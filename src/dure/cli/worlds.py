@@ -10,7 +10,14 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from dure import catalog
-from dure.cli.flags import NamedWorld, RankOptions, WorldName, WorldOptions, value_of
+from dure.cli.flags import (
+    NamedWorld,
+    RankOptions,
+    WorkerOptions,
+    WorldName,
+    WorldOptions,
+    value_of,
+)
 from dure.contracts.strategy import Strategy, World
 from dure.fleet.conditions import Conditions
 from dure.run.registry import (
@@ -47,7 +54,10 @@ def options_of(kind: type[Strategy], flags: Sequence[str]) -> dict[str, type[Any
     if named is not None and named not in _NAMES and named:
         return {"world": world_class(named), "named": NamedWorld}
     if kind.kind != "clients":
-        return {"world": RankOptions if _counts_workers(kind) else WorldOptions}
+        if _counts_workers(kind):
+            return {"world": RankOptions}
+        own = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+        return {"world": WorkerOptions if "device" in own else WorldOptions}
     count = value_of("--workers", flags)
     if count is not None:
         raise ValueError(f"{kind.name} counts clients, not workers: use --clients {count}")
@@ -85,7 +95,7 @@ def hidden_flags(kind: type[Strategy], world: type[Any]) -> set[str]:
         if not {"ranks", "threads"} <= set(lives):
             hidden.add("world")
         if "ranks" not in lives:
-            hidden |= {"deadline", "backend"}
+            hidden |= {"device", "deadline", "backend"}
     # The check tests a strategy's assumptions about a model; this strategy has none.
     if kind.prove is Strategy.prove:
         hidden.add("check")
@@ -97,10 +107,12 @@ def world_of(strategy: Strategy, given: Any) -> World:
     if isinstance(given, World):
         return given
     if isinstance(given, RankOptions):
-        asked = WorldOptions(deadline=given.deadline, backend=given.backend)
+        asked = WorldOptions(device=given.device, deadline=given.deadline, backend=given.backend)
         return _of_workers(strategy, asked)
     if isinstance(given, WorldOptions):
         return _of_workers(strategy, given)
+    if isinstance(given, WorkerOptions):
+        return _of_workers(strategy, WorldOptions(**vars(given)))
     return Simulated(**{field.name: getattr(given, field.name) for field in fields(given)})
 
 
@@ -195,12 +207,20 @@ def _of_workers(strategy: Strategy, asked: WorldOptions) -> World:
                 f"--backend {asked.backend} connects processes, and threads do not need it: leave "
                 "it out"
             )
+        if asked.device != WorldOptions().device:
+            raise ValueError(
+                f"--device {asked.device} sets where processes compute: for threads write "
+                f"--devices {asked.device}"
+            )
         return Threads(workers, asked.devices or None)
     if asked.devices:
-        raise ValueError("--devices sets where threads compute: add --world threads")
+        raise ValueError(
+            "--devices sets where threads compute: add --world threads, or use --device, which "
+            "sets where processes compute"
+        )
     if under_torchrun():
         # Under torchrun the number of ranks is fixed; --workers may only agree with it.
-        job = Torchrun(asked.deadline, asked.backend)
+        job = Torchrun(asked.deadline, asked.backend, device=asked.device)
         if workers not in (None, job.workers):
             raise ValueError(
                 f"--workers is {workers}, but torchrun has started {job.workers} workers: leave "
@@ -212,5 +232,8 @@ def _of_workers(strategy: Strategy, asked: WorldOptions) -> World:
             f"{strategy.name} has one worker: leave out --workers {workers}, or use data-parallel"
         )
     return Processes(
-        workers if workers is not None else strategy.ranks, asked.deadline, asked.backend
+        workers if workers is not None else strategy.ranks,
+        asked.deadline,
+        asked.backend,
+        asked.device,
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dure.collectives.algorithms import auto
 from dure.collectives.algorithms.algorithm import AllReduce
+from dure.collectives.algorithms.native import is_staged
 from dure.collectives.algorithms.table import ALL_REDUCES
 from dure.collectives.arguments import check_algorithm, check_writable, flat_of, give_back
 from dure.collectives.group import Group, settle
@@ -22,6 +23,7 @@ from dure.collectives.handle import Handle
 from dure.collectives.hosts import checked
 from dure.collectives.operation import reduction as reduction_of
 from dure.collectives.transport import own_transport
+from dure.machine.devices import CPU
 
 ALGORITHMS: tuple[str, ...] = (*ALL_REDUCES, "auto")
 
@@ -132,8 +134,10 @@ def _chosen(
     predict: auto.Predict | None,
 ) -> str:
     """Return the choice of `auto`: the same on all ranks, from information that all ranks have."""
-    kind = tensor.device.type
-    backend = group.backend(tensor.device)
+    # A tensor of a device without a backend of its own travels through the CPU's memory.
+    home = CPU if is_staged(tensor, group) else tensor.device
+    kind = home.type
+    backend = group.backend(home)
     own = auto.choose(tensor.nbytes, group.size, backend=backend, device=kind) == "native"
     # The first call of hosts() is an all-gather, so it is skipped if the choice is native anyway.
     if hosts is None and not own:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar, overload
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,7 @@ from dure.collectives.handle import Handle, OperationQueue
 from dure.collectives.hosts import Hosts, name_of_this_host, number_of, partition_by
 from dure.collectives.transport import Message, Pending, backend_name, transport_of
 from dure.errors import MismatchError, PeerLostError
+from dure.machine.devices import CPU, accelerator, current_stream, indexed, on_stream, pinned_like
 from dure.record.meter import Meter
 from dure.tensors.elements import element_bytes
 
@@ -116,6 +118,8 @@ class Group:
     """Ranks 0 … size-1 of a process group, seen from `rank`.
 
     process_group: a torch.distributed group; None for a group of a single rank.
+    device_group: a torch.distributed group of the same ranks for tensors of their devices, such as
+    NCCL's; without one they travel through the CPU's memory, unless `process_group` reaches them.
     meter: counts the bytes that this rank sends.
     diagnose: called when a transfer fails; by default torch.distributed's error is raised
     unchanged.
@@ -126,8 +130,10 @@ class Group:
         process_group: dist.ProcessGroup | None = None,
         meter: Meter | None = None,
         diagnose: Diagnose | None = None,
+        device_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.process_group = process_group
+        self.device_group = device_group
         self.rank: int = dist.get_rank(process_group) if process_group is not None else 0
         self.size: int = dist.get_world_size(process_group) if process_group is not None else 1
         self.meter = meter if meter is not None else Meter(f"rank {self.rank}")
@@ -135,6 +141,7 @@ class Group:
         self._at = _At("the start")
         self._diagnose = diagnose
         self.transport = transport_of(process_group)
+        self._device_transport = transport_of(device_group or process_group)
         self._shared = _shared_of(process_group)
         self._global = (
             dist.get_process_group_ranks(process_group) if process_group is not None else [0]
@@ -220,12 +227,21 @@ class Group:
                 # torch requires every rank to create every group, also groups without the rank.
                 limit = dist.distributed_c10d._get_default_store().timeout  # type: ignore[attr-defined]
                 made = dist.new_group(ranks, timeout=limit, use_local_synchronization=False)
+                devices = self._device_group_of(ranks, limit)
                 if self.rank in part:
-                    own = Group(made, self.meter, self._diagnose)
+                    own = Group(made, self.meter, self._diagnose, devices)
         if own is None:
             own = Group(None, self.meter)
             own._global = [self._global[self.rank]]
         return own
+
+    def _device_group_of(self, ranks: list[int], limit: timedelta) -> dist.ProcessGroup | None:
+        """Return a new group of some ranks like `device_group`; all ranks call it together."""
+        if self.device_group is None:
+            return None
+        backend = dist.get_backend(self.device_group)
+        made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend=backend)
+        return made
 
     def alone(self) -> Group:
         """Return the group of this rank alone, with the same meter."""
@@ -273,7 +289,14 @@ class Group:
         """
         if self.process_group is None:
             return ""
-        return backend_name(self.process_group, device)
+        name = backend_name(self.process_group, device)
+        if name or self.device_group is None:
+            return name
+        return backend_name(self.device_group, device)
+
+    def process_group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        """Return the torch.distributed group that carries a tensor."""
+        return self.process_group if tensor.is_cpu else self.device_group or self.process_group
 
     @overload
     def perform(self, operation: str, work: Callable[[], Value], tensor: Tensor) -> Value: ...
@@ -286,7 +309,7 @@ class Group:
     ) -> Value | Handle[Value]:
         """Do `work` after all operations issued before: now, or in the background.
 
-        operation: its name, for errors. tensor: a tensor of the transfer; on a GPU the work is
+        operation: its name, for errors. tensor: a tensor of the transfer; on a device the work is
         queued on the stream that is current here. async_op: return a handle instead of the result.
         """
         # Read at the time of the call, because both may change before the other thread runs.
@@ -295,7 +318,7 @@ class Group:
 
         def here() -> Value:
             with torch.no_grad(), _During(self, operation, step):
-                if tensor.is_cuda:
+                if not tensor.is_cpu:
                     self._connect(tensor.device)
                 return work()
 
@@ -303,12 +326,12 @@ class Group:
             self.settle()
             return here()
         # The work has to come after what the caller has queued on its stream.
-        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        stream = current_stream(tensor.device)
 
         def there() -> Value:  # modes, devices and streams are a thread's own
             with (
                 torch.inference_mode(inference),
-                torch.cuda.stream(stream) if stream is not None else nullcontext(),
+                on_stream(stream),
             ):
                 return here()
 
@@ -326,7 +349,8 @@ class Group:
         Later calls may involve some of the ranks only.
         """
         if not self._shared.connected and self.backend(device) == "nccl":
-            dist.all_reduce(torch.zeros(1, device=device), group=self.process_group)
+            first = torch.zeros(1, device=device)
+            dist.all_reduce(first, group=self.process_group_of(first))
             self._shared.connected = True
 
     def during(self, operation: str, step: str | None = None) -> _During:
@@ -378,7 +402,7 @@ class Group:
         device = (sends or receives)[0][0].device
         if device.type == "cpu":
             self._transfer(sends, receives)
-        elif self.transport.reaches(device):
+        elif self._device_transport.reaches(device):
             self._transfer_in_a_batch(sends, receives)
         else:
             self._transfer_by_way_of_memory(sends, receives)
@@ -434,7 +458,7 @@ class Group:
         """Begin a `transfer` in the background; return a function that waits for its end.
 
         operation: its name, for errors. Between two ranks messages arrive in the order in which
-        they were begun. GPU tensors travel through the CPU's memory.
+        they were begun. Tensors of a device travel through the CPU's memory.
         """
         for _, rank in (*sends, *receives):
             check_rank(rank, self.size)
@@ -444,10 +468,7 @@ class Group:
             if tensor.numel()
         ]
         receives = [(into, source) for into, source in receives if into.numel()]
-        arrivals = [
-            (torch.empty_like(into, device="cpu") if into.is_cuda else into, peer)
-            for into, peer in receives
-        ]
+        arrivals = [(into if into.is_cpu else pinned_like(into), peer) for into, peer in receives]
         step = self.step
         with self.during(operation):
             started = self._start(sends, arrivals)
@@ -459,7 +480,7 @@ class Group:
         def end() -> None:
             with self.during(operation, step):
                 self._wait(started)
-            # `arrived` is `into` on the CPU, and for a GPU the CPU tensor of the transfer.
+            # `arrived` is `into` on the CPU, and for a device the CPU tensor of the transfer.
             for (into, _), (arrived, _) in zip(receives, arrivals, strict=True):
                 if arrived is not into:
                     into.copy_(arrived)
@@ -471,15 +492,15 @@ class Group:
         self, sends: Sequence[Message], receives: Sequence[Message]
     ) -> None:
         """Transfer through the CPU's memory, for a backend without access to the device."""
-        arrivals = [(torch.empty_like(into, device="cpu"), source) for into, source in receives]
+        arrivals = [(pinned_like(into), source) for into, source in receives]
         self._transfer([(tensor.cpu(), to) for tensor, to in sends], arrivals)
         for (into, _), (arrived, _) in zip(receives, arrivals, strict=True):
-            into.copy_(arrived)
+            into.copy_(arrived, non_blocking=True)
 
     def _transfer_in_a_batch(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Transfer from the device's own memory, for a backend with access to the device."""
         places = self._places
-        self.transport.transfer_there(
+        self._device_transport.transfer_there(
             [(tensor, places[to]) for tensor, to in sends],
             [(into, places[source]) for into, source in receives],
         )
@@ -495,11 +516,11 @@ class Group:
         if self.size == 1:
             return [values]
         self.settle()
-        device = self._carried_on({torch.device("cpu")})
+        device = self._carried_on({CPU})
         mine = torch.tensor(values, dtype=torch.float64, device=device)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         with self.during(operation):
-            dist.all_gather(gathered, mine, group=self.process_group)
+            dist.all_gather(gathered, mine, group=self.process_group_of(mine))
         return [part.tolist() for part in gathered]
 
     @torch.no_grad()
@@ -518,7 +539,7 @@ class Group:
         travels = self._carried_on({tensor.device for tensor in tensors})
         message = torch.cat([element_bytes(tensor).to(travels) for tensor in tensors])
         with self.during("broadcast of buffers"):
-            dist.broadcast(message, self._global[root], group=self.process_group)
+            dist.broadcast(message, self._global[root], group=self.process_group_of(message))
         if self.rank == root:
             for _ in range(self.size - 1 if counted else 0):
                 self.meter.sent(message.nbytes)
@@ -542,8 +563,8 @@ class Group:
         (first, *others) = devices
         if not others and self.backend(first):
             return first
-        # Where NCCL is the only backend, it is a GPU.
-        return torch.device("cpu" if self.backend(torch.device("cpu")) else "cuda")
+        # Where NCCL is the only backend, it is the device of this rank.
+        return CPU if self.backend(CPU) else indexed(torch.device(accelerator() or "cpu"))
 
     def broadcast_bytes(self, content: bytes | None) -> bytes:
         """Return rank 0's `content` on every rank. Bookkeeping, not counted by the meter."""

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from dure.collectives.group import Group
+from dure.collectives.transport import backends_of
 from dure.errors import PeerLostError
 
 
@@ -204,14 +205,14 @@ def with_lost_rank_diagnosis(process_group: Group | dist.ProcessGroup | None) ->
     ):
         return group
     # Over dure alone, errors name the lost ranks already.
-    backends = {group.backend(torch.device(kind)) for kind in ("cpu", "cuda")} - {""}
-    if backends == {"dure"}:
+    backends = backends_of(group.process_group)
+    if set(backends.values()) == {"dure"}:
         return group
     # Rank 0's clock gives a new prefix: the store may still contain answers of an earlier roll call
     # of the same job. Up to 2^52, float64 is exact.
     number = group.all_gather_values([float(time.time_ns() % 2**52)])[0][0]
     store = PrefixStore(f"roll call {number:.0f}", _get_default_store())
-    device = next(kind for kind in ("cpu", "cuda") if group.backend(torch.device(kind)))
+    device = "cpu" if "cpu" in backends else next(iter(backends))
     # The backend's own timeout limits a transfer.
     options = group.process_group._get_backend(torch.device(device)).options
     roll_call = RollCall(

@@ -175,11 +175,16 @@ def _there(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return torch's name of the backend for tensors of this device; empty if there is none."""
+def backends_of(process_group: dist.ProcessGroup) -> dict[str, str]:
+    """Return torch's names of a group's backends, by the type of device that they serve."""
     # torch writes "cpu:gloo,cuda:nccl".
     pairs = (pair.partition(":") for pair in dist.get_backend_config(process_group).split(","))
-    return next((name for kind, _, name in pairs if kind == device.type), "")
+    return {kind: name for kind, _, name in pairs}
+
+
+def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return torch's name of the backend for tensors of this device; empty if there is none."""
+    return backends_of(process_group).get(device.type, "")
 
 
 def own_transport(process_group: object) -> Transport | None:

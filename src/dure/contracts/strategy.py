@@ -35,6 +35,7 @@ from dure.data.partition import PartitionDescription
 from dure.data.sampling import SamplingRequest
 from dure.data.validation_split import EvaluationExamples
 from dure.fleet.conditions import Conditions
+from dure.machine.devices import in_use, is_cpu
 from dure.memory.file_backed_init import in_files_like
 from dure.memory.formula import MemoryShares
 from dure.protocol.carrier import Carrier, Clients
@@ -327,7 +328,14 @@ class RankContext:
 
         A learner calls this method once and copies the model for other uses (`unused_copy`).
         """
-        return seeded_model(task, seed) if self.prepared is None else self.prepared()
+        model = seeded_model(task, seed) if self.prepared is None else self.prepared()
+        # The weights are drawn where the task draws them, and are therefore the same on any device.
+        return model if self.kind != "ranks" or is_cpu(self.device) else model.to(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which this program computes, or its first worker."""
+        return self.devices[0]
 
 
 class World(CheckedSettings):
@@ -641,12 +649,12 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
     """Return a new model under the run's seed, with equal weights on every rank and strategy."""
     # The factory draws under the run's seed; the caller's generators are restored afterwards.
     before = generators_state()
-    used_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    used = in_use()
     try:
         seed_generators(seed, "model", everything=True)
         model = task.model()
-        # The factory initialised CUDA itself and drew before the CUDA generators were seeded.
-        if torch.cuda.is_initialized() and not used_cuda:  # type: ignore[no-untyped-call]
+        # The factory initialised the accelerator itself and drew before it was seeded.
+        if in_use() and not used:
             seed_generators(seed, "model", everything=True)
             model = task.model()
     finally:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dure.data.examples import Examples
 from dure.errors import WorkerFailedError, described, traceback_of
-from dure.machine.devices import to_device
+from dure.machine.devices import is_cpu, to_device
 from dure.machine.global_settings import with_current_settings
 from dure.machine.threads import set_own_threads
 from dure.randomness.seeds import generators_state, restore_generators
@@ -114,7 +114,7 @@ class ThreadLoaders:
             ) from error
         torch.set_num_threads(mine)  # and for threads that are yet to come
         self._free = list(range(loaders))
-        self._coming: dict[int, Future[tuple[LoadedBatch, torch.cuda.Event | None]]] = {}
+        self._coming: dict[int, Future[tuple[LoadedBatch, torch.Event | None]]] = {}
 
     def at(self, step: int) -> LoadedBatch:
         for coming in range(step, step + self.ahead + 1):
@@ -129,14 +129,14 @@ class ThreadLoaders:
             # The batch was copied on another stream. This stream waits for the copy, not the CPU;
             # and the allocator, which would reuse the memory as soon as the copying stream is done,
             # is told that this stream uses it.
-            here = torch.cuda.current_stream(self.device)
+            here = torch.accelerator.current_stream(self.device)
             here.wait_event(copied)
             for leaf in tree_leaves(loaded.batch):
                 if isinstance(leaf, Tensor):
                     leaf.record_stream(here)
         return loaded
 
-    def _read(self, indices: Tensor) -> tuple[LoadedBatch, torch.cuda.Event | None]:
+    def _read(self, indices: Tensor) -> tuple[LoadedBatch, torch.Event | None]:
         # Threads of a pool have no numbers, so a thread takes a free number while it reads. pop and
         # append are atomic.
         loader = self._free.pop()
@@ -144,12 +144,12 @@ class ThreadLoaders:
         try:
             batch = self.examples.batch(indices)
             copied = None
-            if self.device.type == "cuda":
+            if not is_cpu(self.device):
                 # A stream of its own, so that the copy overlaps with the computation; only pinned
                 # memory is copied asynchronously.
-                with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
+                with torch.Stream(self.device):
                     batch = to_device(_pinned(batch), self.device)
-                    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    copied = torch.Event(self.device)
                     copied.record()
             return LoadedBatch(batch, loader, start, time.perf_counter()), copied
         finally:
@@ -209,7 +209,7 @@ class ProcessLoaders:
                 collate_fn=_as_it_is,
                 worker_init_fn=_ignore_interrupts,
                 multiprocessing_context="fork",
-                pin_memory=self.device.type == "cuda",
+                pin_memory=not is_cpu(self.device),
             )
         )
 

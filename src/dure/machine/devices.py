@@ -1,12 +1,23 @@
-"""Devices for computation: the CPU, or GPUs.
+"""Devices for computation: the CPU, and whatever accelerator torch has.
 
-Names are torch's: "cpu", "cuda", "cuda:1". The device that a user names is checked before any work
-begins.
+Names are torch's: "cpu", "cuda", "cuda:1", "xpu:0". No other module knows accelerators by name:
+streams, synchronisation, random numbers and memory of a device are reached through
+`torch.accelerator` and the device's module (`torch.cuda`, `torch.xpu`, a private backend's). The
+device that a user names is checked before any work begins.
+
+Ranks of one machine divide its devices:
+
+    cpu         every rank computes on the CPU
+    cuda        local rank r computes on cuda:r; refused with fewer devices than ranks
+    cuda:0      every rank of the machine shares this device
+    auto        accelerators if there is one for each rank, otherwise the CPU
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,27 +25,100 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+CPU = torch.device("cpu")
+
+AUTO = "auto"
+"""Name of the choice between accelerators and the CPU."""
+
+
+def accelerator() -> str | None:
+    """Return the type of the accelerator for which torch was built, such as "cuda", or None.
+
+    The accelerator is not initialised, and may have no device here.
+    """
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type
+
+
+def device_count(kind: str) -> int:
+    """Return the number of devices of this type here; 0 for a type that torch does not have."""
+    if kind == "cpu":
+        return 1
+    module = getattr(torch, kind, None)
+    count = getattr(module, "device_count", None)
+    return int(count()) if callable(count) else 0
+
 
 def device_of(name: str) -> torch.device:
-    """Return the device called `name`.
+    """Return the device called `name`, with its number.
 
-    Raises ValueError if the device does not exist here, or if dure does not support its kind.
+    Raises ValueError if the device does not exist here.
     """
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"{name!r} is not a device: write cpu, cuda, or cuda:1") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"dure computes on cpu and cuda, not on {name}")
-    there = torch.cuda.device_count()
-    if device.type == "cuda" and not there:
-        raise ValueError(f"this machine has no CUDA device, so {name} cannot be used: use cpu")
-    if device.type == "cuda" and (device.index or 0) >= there:
+    if device.type == "cpu":
+        return CPU
+    there = device_count(device.type)
+    kind = _written(device.type)
+    if not there:
+        raise ValueError(f"this machine has no {kind} device, so {name} cannot be used: use cpu")
+    if (device.index or 0) >= there:
+        last = f" to {device.type}:{there - 1}" if there > 1 else ""
         raise ValueError(
-            f"this machine has no {name}: its CUDA devices are cuda:0 to cuda:{there - 1}"
+            f"this machine has no {name}: its {kind} devices are {device.type}:0{last}"
         )
     # With its number, so that "cuda" and "cuda:0" are equal.
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device("cpu")
+    return torch.device(device.type, device.index or 0)
+
+
+def _written(kind: str) -> str:
+    """Return a device type as its makers write it."""
+    return kind.upper() if kind in ("cuda", "xpu", "mps", "hpu", "npu", "mtia") else kind
+
+
+def devices_of_ranks(name: str, ranks: int) -> tuple[torch.device, ...]:
+    """Return the device of each of the `ranks` local ranks of a machine.
+
+    name: "cpu", a type such as "cuda" for a device a rank, a device such as "cuda:0" that all ranks
+    share, or "auto". Raises ValueError if the devices do not exist here.
+    """
+    if name == AUTO:
+        kind = accelerator()
+        if kind is None or device_count(kind) < ranks:
+            return (CPU,) * ranks
+        return tuple(torch.device(kind, rank) for rank in range(ranks))
+    device = device_of(name)
+    if is_cpu(device) or torch.device(name).index is not None:
+        return (device,) * ranks
+    there = device_count(device.type)
+    if there < ranks:
+        raise ValueError(
+            f"{ranks} ranks need {ranks} {_written(device.type)} devices, but this machine has "
+            f"{there}: use at most {there} {'rank' if there == 1 else 'ranks'}, or let them share "
+            f"one with {device.type}:0"
+        )
+    return tuple(torch.device(device.type, rank) for rank in range(ranks))
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Return whether a device is the CPU, whose operations end before the call returns."""
+    return device.type == "cpu"
+
+
+def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError if a device does not have numbers of this dtype, such as float64 on mps."""
+    try:
+        torch.zeros(1, dtype=dtype, device=device)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"{device} cannot compute in {str(dtype).removeprefix('torch.')}: use another dtype, "
+            f"or the CPU ({str(error).splitlines()[0]})"
+        ) from None
+
+
+# Copies.
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
@@ -42,8 +126,9 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
     A tensor that is already on `device` is returned without a copy.
     """
-    # A copy to the CPU must be complete before it is read; a copy to CUDA is ordered by its stream.
-    later = device.type == "cuda"
+    # A copy to the CPU must be complete before it is read; a copy to a device is ordered by its
+    # stream.
+    later = not is_cpu(device)
     return tree_map(
         lambda leaf: leaf.to(device, non_blocking=later) if isinstance(leaf, Tensor) else leaf,
         tree,
@@ -55,9 +140,18 @@ def to_cpu(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, tree)
 
 
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Return an uninitialised CPU tensor of the same shape and dtype for copies from and to it.
+
+    For a tensor of an accelerator the memory is pinned, so that copies need no second buffer.
+    """
+    pin = not tensor.is_cpu and tensor.device.type != "mps"
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU, pin_memory=pin)
+
+
 def device_of_model(model: nn.Module) -> torch.device:
     """Return the device of a model's first parameter, or the CPU for a model without parameters."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return next((parameter.device for parameter in model.parameters()), CPU)
 
 
 def on_device(function: Any, device: torch.device) -> Any:
@@ -84,13 +178,170 @@ def _are_there(leaves: Any, device: torch.device) -> bool:
 
 
 def default_devices(workers: int | None, cores: int) -> tuple[str, ...]:
-    """Return a device name for each worker: the CUDA devices in turn if present, else "cpu".
+    """Return a device name for each worker: the accelerators in turn if present, else "cpu".
 
-    workers: number of workers; None means as many as CUDA devices, or as cores and at least two.
+    workers: number of workers; None means as many as accelerators, or as cores and at least two.
     """
-    there = torch.cuda.device_count()
+    kind = accelerator()
+    there = 0 if kind is None else device_count(kind)
     if workers is None:
         # At least two, so that there is something to divide on a small machine too.
         workers = there or max(2, cores)
     # More workers than devices share them in turn.
-    return tuple(f"cuda:{worker % there}" if there else "cpu" for worker in range(workers))
+    return tuple(f"{kind}:{worker % there}" if there else "cpu" for worker in range(workers))
+
+
+# Time and order.
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all that was queued on a device is done; nothing is queued on the CPU."""
+    if not is_cpu(device):
+        torch.accelerator.synchronize(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return this thread's stream of a device; None for the CPU."""
+    return None if is_cpu(device) else torch.accelerator.current_stream(device)
+
+
+def on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
+    """Context manager: queue work on this stream; None changes nothing."""
+    return nullcontext() if stream is None else stream
+
+
+def as_current(device: torch.device) -> AbstractContextManager[Any]:
+    """Context manager: the device is this thread's current device of its type."""
+    if is_cpu(device):
+        return nullcontext()
+    return torch.accelerator.device_index(device.index or 0)
+
+
+def set_current(device: torch.device) -> None:
+    """Make a device this process's current device of its type, for code that names only a type."""
+    if not is_cpu(device):
+        torch.accelerator.set_device_index(device.index or 0)
+
+
+# Random numbers.
+
+
+def _module_in_use() -> Any:
+    """Return the module of the accelerator that this process has initialised, or None."""
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return None
+    module = torch.get_device_module(found)
+    return module if module.is_initialized() else None
+
+
+def in_use() -> bool:
+    """Return whether this process has initialised its accelerator."""
+    return _module_in_use() is not None
+
+
+def seed_devices(seed: int) -> None:
+    """Seed the generators of all accelerators; do nothing in a process that uses none."""
+    module = _module_in_use()
+    if module is not None:
+        module.manual_seed_all(seed)
+
+
+def device_generators() -> dict[str, list[Tensor]]:
+    """Return the states of the accelerators' generators, by type; empty if none is in use."""
+    module = _module_in_use()
+    kind = accelerator()
+    return {} if module is None or kind is None else {kind: list(module.get_rng_state_all())}
+
+
+def restore_device_generators(state: Mapping[str, Any]) -> None:
+    """Restore a value of `device_generators`, which may have entries of other names.
+
+    A generator that the state or this process lacks stays unchanged.
+    """
+    module = _module_in_use()
+    kind = accelerator()
+    if module is None or kind is None or kind not in state:
+        return
+    for device, own in zip(range(module.device_count()), state[kind], strict=False):
+        module.set_rng_state(own, device)
+
+
+class DeviceGenerator:
+    """Default generator of a device, with the methods of `torch.Generator` for its state."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = None if is_cpu(device) else torch.get_device_module(device)
+
+    def get_state(self) -> Tensor:
+        """Return the state, on the CPU."""
+        if self._module is None:
+            return torch.default_generator.get_state()
+        state: Tensor = self._module.get_rng_state(self.device)
+        return state
+
+    def set_state(self, state: Tensor) -> None:
+        """Continue from a state that `get_state` returned."""
+        if self._module is None:
+            torch.default_generator.set_state(state)
+        else:
+            self._module.set_rng_state(state, self.device)
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generator."""
+        if self._module is None:
+            torch.default_generator.manual_seed(seed)
+        else:
+            with as_current(self.device):
+                self._module.manual_seed(seed)
+
+
+def indexed(device: torch.device) -> torch.device:
+    """Return a device with its number: of a type alone, the current device."""
+    if is_cpu(device) or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+# Memory.
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free bytes of an accelerator's memory; None if it does not say."""
+    module = torch.get_device_module(device)
+    if hasattr(module, "mem_get_info"):
+        return int(module.mem_get_info(device)[0])
+    try:
+        return int(torch.accelerator.get_memory_info(device)[0])
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return None
+
+
+def peak_bytes(devices: Sequence[torch.device]) -> dict[str, dict[str, int]]:
+    """Return the largest allocated and reserved bytes of each accelerator, since the last reset.
+
+    A device without such statistics is left out.
+    """
+    found = {}
+    for device in devices:
+        if is_cpu(device):
+            continue
+        try:
+            found[str(device)] = {
+                "allocated": int(torch.accelerator.max_memory_allocated(device)),
+                "reserved": int(torch.accelerator.max_memory_reserved(device)),
+            }
+        except (RuntimeError, NotImplementedError):
+            continue
+    return found
+
+
+def reset_peak_bytes(devices: Sequence[torch.device]) -> None:
+    """Begin a new measurement of `peak_bytes`."""
+    for device in devices:
+        if not is_cpu(device):
+            try:
+                torch.accelerator.reset_peak_memory_stats(device)
+            except (RuntimeError, NotImplementedError):
+                continue

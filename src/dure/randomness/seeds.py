@@ -17,6 +17,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from dure.machine.devices import device_generators, restore_device_generators, seed_devices
+
 
 def derive(seed: int, purpose: str, *position: int) -> int:
     """Return a separate seed in [0, 2^63) for `purpose` at `position`.
@@ -58,15 +60,14 @@ _OWN = _Own()
 def seed_generators(seed: int, purpose: str, *position: int, everything: bool = False) -> None:
     """Seed torch's global generators, from which dropout draws, by `derive`.
 
-    These are the CPU generator and, in a process that uses CUDA, the generators of its devices.
+    These are the CPU generator and, in a process that uses accelerators, their generators.
     everything: also seed numpy's and Python's global generators, for users' code that draws from
     them.
     """
     own = derive(seed, purpose, *position)
     torch.default_generator.manual_seed(own)
-    # A process that computes on the CPU leaves CUDA alone.
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(own)
+    # A process that computes on the CPU leaves accelerators alone.
+    seed_devices(own)
     if everything:
         numpy.random.seed(own % 2**32)
         random.seed(own)
@@ -76,15 +77,14 @@ def generators_state() -> dict[str, Any]:
     """Return the state of the global generators of torch, numpy and random.
 
     Used for data pipelines that draw from them. The state of torch covers the CPU and, in a process
-    that uses CUDA, its devices.
+    that uses accelerators, its devices.
     """
     numpy_state = numpy.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     inner = numpy_state["state"]
-    on_devices = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "torch": torch.get_rng_state(),
-        **({"cuda": torch.cuda.get_rng_state_all()} if on_devices else {}),
+        **device_generators(),
         # As tensors and numbers, which checkpoints can hold; numpy's own state is a dict of arrays.
         "numpy": {
             "key": torch.from_numpy(inner["key"].astype(numpy.int64)),
@@ -114,12 +114,10 @@ def same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def restore_generators(state: Mapping[str, Any]) -> None:
     """Restore a value of `generators_state`.
 
-    The generator of a CUDA device that the state or this process lacks stays unchanged.
+    The generator of an accelerator that the state or this process lacks stays unchanged.
     """
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for device, own in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(own, device)
+    restore_device_generators(state)
     stored = state["numpy"]
     numpy.random.set_state(
         {

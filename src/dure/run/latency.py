@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
 from dure.fleet.latency import PredictionCall
-from dure.machine.devices import device_of_model, to_device
+from dure.machine.devices import device_of_model, synchronize, to_device
 from dure.tasks.modes import in_mode
 
 TIMES = 21
@@ -47,8 +47,7 @@ def measure_latency(task: Task, model: nn.Module, times: int = TIMES) -> Latency
         for _ in range(times):
             began = time.perf_counter()
             answer = model(inputs)
-            if home.type == "cuda":
-                torch.cuda.synchronize(home)
+            synchronize(home)
             seconds.append(time.perf_counter() - began)
     return LatencyMeasurement(
         PredictionCall(_nbytes(inputs), _nbytes(answer)), statistics.median(seconds)

@@ -702,9 +702,9 @@ def _check_target(stop: Stop, measured: Sequence[str], serves: bool) -> None:
 
 
 def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
-    """Raise ValueError for a model on a GPU that the run would not use, or on several devices."""
+    """Raise ValueError for a model on a device that the run does not use, or on several devices."""
     tensors = [*model.parameters(), *model.buffers()]
-    there = sorted({str(tensor.device) for tensor in tensors if tensor.is_cuda})
+    there = sorted({str(tensor.device) for tensor in tensors} - {"cpu", "meta"})
     if not there:
         return
     if world.kind == "clients" and not world.serves and strategy.follows_model:
@@ -714,11 +714,13 @@ def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
                 "whole model to one device"
             )
         return
-    if not any(name.startswith("cuda") for name in strategy.computes_on or world.computes_on):
+    used = {torch.device(name).type for name in strategy.computes_on or world.computes_on}
+    if used <= {"cpu"}:
         raise ValueError(
             f"the task's model function returns a model on {there[0]}, but this system computes "
-            "on the CPU: return the model on the CPU. A GPU can be used by single-worker with "
-            "device=cuda, by worlds of threads, and by simulated clients of federated systems"
+            "on the CPU: return the model on the CPU. Ranks and a single worker compute on the "
+            "device of --device (dure.Processes(device=...), SingleWorker(device=...)), threads on "
+            "that of --devices, and simulated clients of federated systems on the model's"
         )
 
 

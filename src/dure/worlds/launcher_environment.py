@@ -29,6 +29,7 @@ class LauncherJob:
         address: Host name of the rendezvous.
         port: Port of the rendezvous.
         here: Number of ranks on this machine.
+        local_rank: Rank of the process among those of this machine.
         restarts: Number of times that the launcher restarts the ranks.
     """
 
@@ -37,6 +38,7 @@ class LauncherJob:
     address: str
     port: int
     here: int
+    local_rank: int
     restarts: int
 
 
@@ -59,6 +61,7 @@ def launcher_job() -> LauncherJob:
         address=os.environ["MASTER_ADDR"],
         port=_number("MASTER_PORT", 0, 65_535),
         here=_number("LOCAL_WORLD_SIZE", 1, default="1"),
+        local_rank=_number("LOCAL_RANK", 0, default="0"),
         restarts=_number("TORCHELASTIC_MAX_RESTARTS", 0, default="0"),
     )
 

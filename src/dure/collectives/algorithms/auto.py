@@ -56,7 +56,8 @@ def choose(
         device: type of the tensor's device.
         predict: cost model, called for each of the `candidates`.
     """
-    if ranks == 1 or (backend, device) in (("dure", "cpu"), ("nccl", "cuda")):
+    own = backend not in ("", "gloo") if device != "cpu" else backend == "dure"
+    if ranks == 1 or own:
         return "native"
     if predict is not None:
         return min(candidates(ranks, hosts), key=lambda name: predict(name, nbytes, ranks))

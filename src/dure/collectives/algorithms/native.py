@@ -4,6 +4,7 @@ The backend does not report its traffic, so the meter counts an optimum: for an 
 2(N-1)/N·n elements each way, which a ring reaches, as a single message; for other collectives the
 traffic of their direct or linear algorithm. The backend also determines the supported dtypes and
 operations, the comparison of NaN and the rounding of half-precision numbers. bool travels as bytes.
+Tensors of a device that no backend of the group reaches travel through the CPU's memory.
 An average is a sum that is divided here if the backend has no average.
 
 Source: the documentation of torch.distributed.
@@ -12,7 +13,8 @@ Source: the documentation of torch.distributed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -21,36 +23,48 @@ from torch import Tensor
 from dure.collectives.algorithms.algorithm import AllReduce
 from dure.collectives.group import Group
 from dure.collectives.operation import SUM, Reduction, in_torch
+from dure.machine.devices import pinned_like
 
 
-def check_carried(device: torch.device, group: Group) -> None:
-    """Raise ValueError for a GPU tensor that the group's backend cannot transfer.
+def is_staged(tensor: Tensor, group: Group) -> bool:
+    """Return whether a tensor of a device travels through the CPU's memory.
 
-    A group of a single rank transfers nothing.
+    No backend of the group has access to the device's memory, as where ranks share a device.
     """
-    if device.type == "cuda" and group.size > 1 and not group.backend(device):
-        raise ValueError(
-            f"the group's backend does not support tensors on {device}: use another algorithm "
-            "than native, which sends them through CPU memory"
-        )
+    return not tensor.is_cpu and not group.backend(tensor.device)
 
 
-def _carried(tensor: Tensor, group: Group) -> Tensor:
-    """Return the tensor as backends accept it: bool as bytes.
+@contextmanager
+def staged(
+    read: Sequence[Tensor], written: Sequence[Tensor]
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Context manager: give copies of tensors in the CPU's memory; copy them back afterwards.
 
-    Raises ValueError as `check_carried`.
+    A tensor may be both read and written; its copy is then the same. Copies are in pinned memory.
     """
-    if not tensor.is_cpu:
-        check_carried(tensor.device, group)
+    copies = {id(tensor): pinned_like(tensor) for tensor in (*read, *written)}
+    for tensor in read:
+        copies[id(tensor)].copy_(tensor)
+    yield [copies[id(tensor)] for tensor in read], [copies[id(tensor)] for tensor in written]
+    for tensor in written:
+        tensor.copy_(copies[id(tensor)], non_blocking=True)
+
+
+def _carried(tensor: Tensor) -> Tensor:
+    """Return the tensor as backends accept it: bool as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
     """Reduce over all ranks, in place on every rank. flat: contiguous, of one dimension."""
+    if is_staged(flat, group):
+        with staged([flat], [flat]) as ((host,), _):
+            all_reduce(host, group, reduction)
+        return
     # A backend that divides on the way saves a pass over the tensor.
     averages = reduction.op == "avg" and group.transport.averages(flat.device)
     operation = dist.ReduceOp.AVG if averages else in_torch(reduction, flat.dtype)
-    dist.all_reduce(_carried(flat, group), operation, group=group.process_group)
+    dist.all_reduce(_carried(flat), operation, group=group.process_group_of(flat))
     if not averages:
         reduction.finish(flat)
     _count_all_reduce(flat, group)
@@ -75,10 +89,10 @@ def prepare_all_reduce(
     the end, and returns the time of the end in seconds of `time.perf_counter`. Backends other than
     dure's complete the all-reduce at its beginning.
     """
-    if not group.transport.begins_reductions:
+    if not (group.transport.begins_reductions and flat.is_cpu):
         return prepare_at_once(flat, group, reduction)
     operation = dist.ReduceOp.AVG if reduction.op == "avg" else in_torch(reduction, flat.dtype)
-    begin = group.transport.prepare_all_reduce(_carried(flat, group), operation)
+    begin = group.transport.prepare_all_reduce(_carried(flat), operation)
 
     def begun() -> Callable[[], float]:
         end = begin()
@@ -110,9 +124,13 @@ def _count_all_reduce(flat: Tensor, group: Group) -> None:
 
 def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0) -> None:
     """Reduce over all ranks, in place on `root`; other ranks' tensors are undefined afterwards."""
+    if is_staged(flat, group):
+        with staged([flat], [flat]) as ((host,), _):
+            reduce(host, group, reduction, root)
+        return
     operation = in_torch(reduction, flat.dtype)
     dist.reduce(
-        _carried(flat, group), group.global_rank(root), operation, group=group.process_group
+        _carried(flat), group.global_rank(root), operation, group=group.process_group_of(flat)
     )
     if group.rank == root:
         reduction.finish(flat)
@@ -123,7 +141,11 @@ def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0
 
 def broadcast(flat: Tensor, group: Group, root: int = 0) -> None:
     """Copy the root's tensor into every rank's tensor, in place."""
-    dist.broadcast(_carried(flat, group), group.global_rank(root), group=group.process_group)
+    if is_staged(flat, group):
+        with staged([flat], [flat]) as ((host,), _):
+            broadcast(host, group, root)
+        return
+    dist.broadcast(_carried(flat), group.global_rank(root), group=group.process_group_of(flat))
     _count(
         group,
         flat,
@@ -135,8 +157,14 @@ def broadcast(flat: Tensor, group: Group, root: int = 0) -> None:
 
 def gather(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0) -> None:
     """Gather every rank's tensor into the root's `parts`, in order of rank."""
-    into = [_carried(part, group) for part in parts] if parts is not None else None
-    dist.gather(_carried(tensor, group), into, group.global_rank(root), group=group.process_group)
+    if is_staged(tensor, group):
+        with staged([tensor], parts or []) as ((host,), hosts):
+            gather(host, None if parts is None else hosts, group, root)
+        return
+    into = [_carried(part) for part in parts] if parts is not None else None
+    dist.gather(
+        _carried(tensor), into, group.global_rank(root), group=group.process_group_of(tensor)
+    )
     if group.rank == root:
         group.meter.received((group.size - 1) * tensor.nbytes)
     else:
@@ -145,9 +173,13 @@ def gather(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int =
 
 def scatter(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0) -> None:
     """Send the root's `parts`, in order of rank, into every rank's tensor."""
-    source = [_carried(part, group) for part in parts] if parts is not None else None
+    if is_staged(tensor, group):
+        with staged(parts or [], [tensor]) as (hosts, (host,)):
+            scatter(host, None if parts is None else hosts, group, root)
+        return
+    source = [_carried(part) for part in parts] if parts is not None else None
     dist.scatter(
-        _carried(tensor, group), source, group.global_rank(root), group=group.process_group
+        _carried(tensor), source, group.global_rank(root), group=group.process_group_of(tensor)
     )
     _count(
         group,
@@ -168,22 +200,26 @@ def all_gather(chunks: list[Tensor], group: Group) -> None:
 
     Unequal chunks travel padded.
     """
+    if is_staged(chunks[group.rank], group):
+        with staged([chunks[group.rank]], chunks) as (_, hosts):
+            all_gather(hosts, group)
+        return
     # torch needs tensors of equal size, so the rows of a padded matrix are filled.
     mine = chunks[group.rank]
     longest = max(map(Tensor.numel, chunks))
     if all(chunk.numel() == longest for chunk in chunks):
         dist.all_gather(
-            [_carried(chunk, group) for chunk in chunks],
-            _carried(mine, group),
-            group=group.process_group,
+            [_carried(chunk) for chunk in chunks],
+            _carried(mine),
+            group=group.process_group_of(mine),
         )
     else:
         padded = mine.new_zeros(group.size, longest)
         padded[group.rank, : mine.numel()] = mine
         dist.all_gather(
-            list(_carried(padded, group)),
-            _carried(padded[group.rank], group),
-            group=group.process_group,
+            list(_carried(padded)),
+            _carried(padded[group.rank]),
+            group=group.process_group_of(mine),
         )
         for chunk, row in zip(chunks, padded, strict=True):
             chunk.copy_(row[: chunk.numel()])
@@ -200,8 +236,12 @@ def reduce_scatter(
     Unequal chunks travel padded.
     """
     mine = chunks[group.rank]
-    longest = max(map(Tensor.numel, chunks))
     into = mine if into is None else into
+    if is_staged(mine, group):
+        with staged(chunks, [into]) as (hosts, (host,)):
+            reduce_scatter(hosts, group, reduction, host)
+        return
+    longest = max(map(Tensor.numel, chunks))
     padded = mine.new_zeros(group.size, longest)
     for chunk, row in zip(chunks, padded, strict=True):
         row[: chunk.numel()] = chunk
@@ -209,7 +249,7 @@ def reduce_scatter(
     whole = torch.empty_like(padded[0])
     operation = in_torch(reduction, mine.dtype)
     dist.reduce_scatter(
-        _carried(whole, group), list(_carried(padded, group)), operation, group=group.process_group
+        _carried(whole), list(_carried(padded)), operation, group=group.process_group_of(mine)
     )
     into.copy_(whole[: into.numel()])
     reduction.finish(into)
@@ -220,9 +260,11 @@ def reduce_scatter(
 
 def all_to_all(source: Tensor, target: Tensor, group: Group) -> None:
     """Send part j of the flat `source` to rank j; receive part j of `target` from rank j."""
-    dist.all_to_all_single(
-        _carried(target, group), _carried(source, group), group=group.process_group
-    )
+    if is_staged(source, group):
+        with staged([source], [target]) as ((from_host,), (to_host,)):
+            all_to_all(from_host, to_host, group)
+        return
+    dist.all_to_all_single(_carried(target), _carried(source), group=group.process_group_of(source))
     part = source[: source.numel() // group.size]
     for _ in range(group.size - 1):
         _meter(group, part, part)

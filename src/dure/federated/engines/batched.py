@@ -46,18 +46,21 @@ from dure.federated.engines.plan import CohortStep, plan
 from dure.federated.engines.products import DeferredUpdate, Factors, ProductPart, UpdateProducts
 from dure.federated.engines.program import BatchedProgram, program_of
 from dure.federated.engines.sgd import SGD, CannotBatchError, sgd_of
-from dure.machine.devices import to_device
+from dure.machine.devices import is_cpu, to_device
 from dure.machine.threads import SMALL_STEP, threads
 from dure.tensors.flat import trainable_parameters
 
-CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
-"""Bytes of weights of a cohort, or of the factors of its products, by device."""
+CACHE = 8 << 20
+"""Bytes of weights of a cohort, or of the factors of its products, on the CPU."""
 
-FORMED = {"cpu": 64 << 20, "cuda": 4 << 30}
-"""Bytes of updates of a cohort whose weights are factored, by device.
+FORMED = 64 << 20
+"""Bytes of updates of a cohort whose weights are factored, on the CPU.
 
 They are written once, if at all, and need not stay in a cache.
 """
+
+ON_DEVICE = 4 << 30
+"""The same numbers of bytes on an accelerator."""
 
 MOST = 256
 """Largest number of clients in a cohort whose weights are factored."""
@@ -185,9 +188,8 @@ class BatchedEngine(ClientEngine):
         """Number of rows of a job -> cohort size."""
         self._pay: dict[int, list[bool]] = {}
         """Number of rows of a job -> which parameters are factored."""
-        kind = device.type if device.type in CACHE else "cpu"
-        self.room = CACHE[kind]
-        self._formed = FORMED[kind]
+        self.room = CACHE if is_cpu(device) else ON_DEVICE
+        self._formed = FORMED if is_cpu(device) else ON_DEVICE
         self.cohort: int = max(1, min(64, self.room // self._whole))
 
     def train(self, jobs: Iterable[ClientJob]) -> Iterator[JobResult]:

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from dure.collectives.algorithms.native import check_carried
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression
 from dure.collectives.compression import parse as parse_compression
@@ -116,9 +115,6 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.group = with_lost_rank_diagnosis(process_group)
         self.find_unused_parameters = find_unused_parameters
-        if all_reduce == "native":
-            for device in {one.device for one in module.parameters() if one.requires_grad}:
-                check_carried(device, self.group)
         everything = [*module.parameters(), *module.buffers()]
         check_forward_keeps_weights(module, self.group.size)
         check_same_shapes(everything, self.group)

@@ -234,7 +234,7 @@ class BucketMessages:
 
     def _perform(self, work: Callable[[], Value], flat: Tensor) -> Value:
         """Run `Group.perform`; on CPUs with less overhead, because backward waits for it."""
-        if flat.is_cuda:
+        if not flat.is_cpu:
             return self.group.perform(OPERATION, work, flat)
         # Operations on the group's thread come first: messages are matched by their order.
         self.group.settle()

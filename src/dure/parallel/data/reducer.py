@@ -101,7 +101,7 @@ class Reducer:
         self._restored: list[Mapping[str, Any]] = []
         self._hooks: list[Any] = []
         self._handles: list[Handle[None]] = []
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
         # started and not ended: the number of each message, and the function that waits for its end
         self._under_way: deque[tuple[int, Callable[[], float]]] = deque()
         self._adopt()
@@ -257,7 +257,7 @@ class Reducer:
             self._end(0)
         # On a GPU the handles only show that the sums are queued; the optimizer must run later.
         for device, stream in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
+            torch.accelerator.current_stream(device).wait_stream(stream)
         self._arrived(messages)
 
     def take_part(self) -> None:
@@ -305,13 +305,15 @@ class Reducer:
         """Run `_transfer` on a thread, and for a GPU on a stream, during backward."""
         transfer = partial(self._transfer, messages, number, flat, views)
         name = f"all-reduce of bucket {number}"
-        if not flat.is_cuda:
+        if flat.is_cpu:
             self._handles.append(self.group.perform(name, transfer, flat, True))  # type: ignore[arg-type]
             return
-        stream = self._streams.setdefault(flat.device, torch.cuda.Stream(flat.device))  # type: ignore[no-untyped-call]
+        stream = self._streams.get(flat.device)
+        if stream is None:
+            stream = self._streams[flat.device] = torch.Stream(flat.device)
         # The bucket was filled on the stream of backward.
-        stream.wait_stream(torch.cuda.current_stream(flat.device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(torch.accelerator.current_stream(flat.device))
+        with stream:
             self._handles.append(self.group.perform(name, transfer, flat, True))  # type: ignore[arg-type]
 
     def _transfer(

@@ -26,7 +26,7 @@ from dure.contracts.strategy import examples_for, unused_copy
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import PlanError, described
-from dure.machine.devices import device_of_model, to_device
+from dure.machine.devices import device_of_model, synchronize, to_device
 from dure.parallel.local import batch_trees
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.modes import in_mode
@@ -189,9 +189,7 @@ def measured_costs(
                 ends = _tensors(outputs)
                 ones = [torch.ones_like(end) if end.requires_grad else None for end in ends]
                 batch_trees.backward(outputs, ones)
-                if device.type == "cuda":
-                    # Kernels run asynchronously.
-                    torch.cuda.synchronize(device)
+                synchronize(device)
                 seconds.append(time.perf_counter() - started)
         # The measurement must not leave gradients.
         layer.zero_grad(set_to_none=True)

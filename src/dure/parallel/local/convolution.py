@@ -32,8 +32,11 @@ from torch.nn.functional import pad
 
 Pair = int | tuple[int, int]
 
-AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements of the columns that are computed at once; on a CPU few enough to stay in its cache."""
+AT_ONCE = 1 << 20
+"""Elements of the columns that are computed at once on a CPU: few enough to stay in its cache."""
+
+ON_DEVICE = 1 << 26
+"""Elements of the columns that are computed at once on an accelerator."""
 
 
 class ConvolutionWindow(NamedTuple):
@@ -276,7 +279,7 @@ def conv2d_im2col(
     if at_once is None:
         of_an_image = images.shape[1] * kernels.shape[2] * kernels.shape[3] * oh * ow
         # as many images as have about AT_ONCE elements in their columns; at least one
-        at_once = AT_ONCE.get(images.device.type, AT_ONCE["cuda"]) // max(of_an_image, 1)
+        at_once = (AT_ONCE if images.is_cpu else ON_DEVICE) // max(of_an_image, 1)
     outputs: Tensor = _Convolution.apply(images, kernels, bias, over, groups, max(at_once, 1))  # type: ignore[no-untyped-call]
     return outputs
 

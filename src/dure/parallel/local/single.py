@@ -44,7 +44,7 @@ from dure.data.batches import Batches, check_batch_size, largest_piece
 from dure.data.prefetch import Prefetch, prefetch
 from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.errors import LossNotFiniteError
-from dure.machine.devices import device_of, to_cpu, to_device
+from dure.machine.devices import device_of, synchronize, to_cpu, to_device
 from dure.memory.formula import WHOLE, MemoryShares
 from dure.memory.offload.offload_setting import PARTS, Offload, parse_offload
 from dure.memory.recompute_setting import Recompute, as_recompute
@@ -366,8 +366,7 @@ class SingleLearner(Learner):
         if self.rates is not None:
             self.rates.at(self.step)
         self.optimizer.step()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # so that the measured time includes the kernels
+        synchronize(self.device)  # so that the measured time includes the kernels
         self.group.meter.compute("update", started, time.perf_counter(), self.step + 1)
         self.step += 1
         return progress

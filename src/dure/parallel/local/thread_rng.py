@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dure.machine.devices import CPU, DeviceGenerator, indexed
+
 Value = TypeVar("Value")
 
 _LENT = threading.Lock()
@@ -55,13 +57,9 @@ def _flags_restored() -> Iterator[None]:
             setattr(_python_dispatch, name, value)
 
 
-def global_generators(devices: Sequence[torch.device]) -> dict[torch.device, torch.Generator]:
-    """Return torch's global generators of the CPU and of the GPUs among `devices`."""
-    found = {torch.device("cpu"): torch.default_generator}
-    for device in devices:
-        if device.type == "cuda":
-            found[device] = torch.cuda.default_generators[device.index or 0]
-    return found
+def global_generators(devices: Sequence[torch.device]) -> dict[torch.device, DeviceGenerator]:
+    """Return torch's global generators of the CPU and of `devices`."""
+    return {device: DeviceGenerator(device) for device in (CPU, *devices)}
 
 
 class _OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -86,7 +84,7 @@ class _OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._with_the_common_one(self.common[device], own, lambda: func(*args, **kwargs))
 
     def _with_the_common_one(
-        self, common: torch.Generator, own: torch.Generator, work: Callable[[], Value]
+        self, common: DeviceGenerator, own: torch.Generator, work: Callable[[], Value]
     ) -> Value:
         # One thread at a time puts its state into the common generator, and restores it afterwards.
         with _LENT:
@@ -103,10 +101,7 @@ def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     """Return an operator's device: its `device` argument, or the device of its first tensor."""
     named = kwargs.get("device")
     if named is not None:
-        device = torch.device(named)
-        if device.type == "cuda" and device.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-        return device
+        return indexed(torch.device(named))
     return next((one.device for one in args if isinstance(one, Tensor)), torch.device("cpu"))
 
 

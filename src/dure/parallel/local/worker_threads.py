@@ -21,6 +21,7 @@ import torch
 
 from dure.contracts.strategy import RankContext
 from dure.errors import DureError, WorkerFailedError, described, traceback_of
+from dure.machine.devices import as_current, synchronize
 from dure.machine.global_settings import with_current_settings
 from dure.machine.threads import set_own_threads, threads_for
 from dure.record.meter import Meter
@@ -146,7 +147,7 @@ class WorkerThreads:
 
     def _live(self, worker: int) -> None:
         device = self.devices[worker]
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with as_current(device):
             while (job := self._inboxes[worker].get()) is not None:
                 self._outbox.put(self._do(worker, *job))
                 # Objects of the job must not stay alive here until the next job comes.
@@ -163,9 +164,8 @@ class WorkerThreads:
         try:
             with nullcontext() if shorter is None else torch.autocast(device.type, shorter):
                 value = work(worker)
-            if device.type == "cuda":
-                # otherwise `WorkerResult.end` would be the time when the kernels were queued
-                torch.cuda.synchronize(device)
+            # otherwise `WorkerResult.end` would be the time when the kernels were queued
+            synchronize(device)
         except BaseException as error:
             return _Outcome(worker, None, error)
         return _Outcome(worker, WorkerResult(value, start, time.perf_counter()), None)

@@ -17,7 +17,7 @@ from dure.collectives.group import Group
 from dure.contracts.strategy import Proof, seeded_model
 from dure.contracts.task import Loss, Task
 from dure.data.examples import Examples
-from dure.machine.devices import to_device
+from dure.machine.devices import free_bytes, is_cpu, to_device
 from dure.machine.memory import available_memory, trim_heap
 from dure.memory.file_backed_init import lies_in_files
 from dure.memory.mapped import WINDOW
@@ -93,11 +93,9 @@ def prove_layers(
 def _missing(model: nn.Module, group: Group, degree: int, device: torch.device) -> str | None:
     """Return why memory does not suffice; None if it suffices. The result is equal on all ranks."""
     here = next(ranks for ranks in group.hosts() if group.rank in ranks)
-    if device.type == "cuda":
-        free: float = torch.cuda.mem_get_info(device)[0]
-    else:
-        available = available_memory()
-        free = float("inf") if available is None else available / len(here)
+    available = available_memory() if is_cpu(device) else free_bytes(device)
+    # Ranks of a host share its memory, and perhaps a device.
+    free = float("inf") if available is None else available / len(here)
     rows = group.all_gather_values([float(needed_bytes(model, degree)), free], "the proof")
     for needed, left in rows:
         if needed > left:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from dure.machine.devices import device_generators
 from dure.parallel.pipeline.opaque_modules import (
     ObservedCall,
     OpaqueTensorSpec,
@@ -190,8 +192,7 @@ def _noted(
 
 def _generators() -> list[Tensor]:
     """Return the states of torch's generators."""
-    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if cuda else [])]
+    return [torch.get_rng_state(), *chain.from_iterable(device_generators().values())]
 
 
 def _share(one: Tensor, other: Tensor) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dure.machine.devices import seed_devices
 from dure.randomness.seeds import derive
 
 STATE_BYTES = torch.default_generator.get_state().numel()
@@ -65,9 +66,8 @@ class RandomStream:
             position = (*self._position, number) if own is None else (*self._position, number, own)
             seed = derive(self.seed, "micro-batch", *position)
             torch.default_generator.manual_seed(seed)
-            # A process that computes on the CPU leaves CUDA alone.
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                torch.cuda.manual_seed(seed)
+            # A process that computes on the CPU leaves accelerators alone.
+            seed_devices(seed)
             return operation(*args, **kwargs)
 
         return drawn

@@ -235,9 +235,7 @@ def _bits(model: nn.Module) -> list[int]:
 def preserved_generators(model: nn.Module) -> Iterator[None]:
     """Context manager: restore the states of all generators afterwards."""
     before = generators_state()
-    cuda = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
     try:
-        with torch.random.fork_rng(devices=list(cuda)):
-            yield
+        yield
     finally:
         restore_generators(before)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.machine.devices import DeviceGenerator, is_cpu
 from dure.randomness.seeds import derive
 
 
@@ -37,8 +38,8 @@ class RngTracker:
 
     def _state(self) -> list[Tensor]:
         states = [torch.default_generator.get_state()]
-        if self.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self.device))
+        if not is_cpu(self.device):
+            states.append(DeviceGenerator(self.device).get_state())
         return states
 
     def enter(self) -> None:
@@ -56,8 +57,8 @@ class RngTracker:
         own = derive(number, "tensor parallel", self.group.rank)
         self._own = own
         torch.default_generator.manual_seed(own)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(own)
+        if not is_cpu(self.device):
+            DeviceGenerator(self.device).manual_seed(own)
 
     def _draws_alone(self) -> bool:
         """Return whether the generator still has the seed of the latest `enter`."""
@@ -69,8 +70,8 @@ class RngTracker:
         if self._common is None:
             return
         torch.default_generator.set_state(self._common[0])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(self._common[1], self.device)
+        if not is_cpu(self.device):
+            DeviceGenerator(self.device).set_state(self._common[1])
         self._common = None
 
     @property

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeVar, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from dure.collectives.algorithms import native, one_shot, ring
 from dure.collectives.arguments import check_algorithm
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
+from dure.machine.devices import CPU, is_cpu
 
 Value = TypeVar("Value")
 Algorithm = Literal["native", "ring", "one_shot"]
@@ -69,6 +71,7 @@ class ChunkCollectives:
         planned: Whether overlapped operations start at once, in the order that all ranks follow,
             and end in `wait`; only if each rank has a host of its own. Ranks then do not check that
             all have started the same operations.
+        device: Device of the messages. Only messages in the CPU's memory are planned or split.
 
     Attributes:
         split_phase: Whether the start and the end of a reduce-scatter are separate: its message is
@@ -84,6 +87,7 @@ class ChunkCollectives:
         beside: bool,
         mean: bool = False,
         planned: bool = False,
+        device: torch.device = CPU,
     ) -> None:
         check_algorithm("way to send", algorithm, ALGORITHMS)
         self.group = group
@@ -91,8 +95,9 @@ class ChunkCollectives:
         self.beside = beside
         self.mean = mean
         carrier = group.transport
-        self.planned = planned and beside and algorithm == "native" and carrier.apart
-        self.split_phase = not beside and algorithm == "native" and carrier.split_phase
+        able = algorithm == "native" and is_cpu(device)
+        self.planned = planned and beside and able and carrier.apart
+        self.split_phase = not beside and able and carrier.split_phase
         # end of the planned transfer that ended last
         self._last_end = 0.0
         self.transfers: list[TransferSpan] = []
@@ -112,8 +117,13 @@ class ChunkCollectives:
         apart = own.data_ptr() != mine.data_ptr()
 
         def work() -> None:
+            if self.algorithm == "native" and native.is_staged(whole, self.group):
+                with native.staged([own], chunks) as ((mine_there,), there):
+                    dist.all_gather(there, mine_there, group=self.group.process_group)
+                self.count(own)
+                return
             if self.algorithm == "native":
-                dist.all_gather(chunks, own, group=self.group.process_group)
+                dist.all_gather(chunks, own, group=self.group.process_group_of(own))
                 self.count(own)
                 return
             if apart:
@@ -153,7 +163,12 @@ class ChunkCollectives:
         def work() -> None:
             if self.algorithm == "native":
                 op = dist.ReduceOp.AVG if divides else dist.ReduceOp.SUM
-                dist.reduce_scatter(into, chunks, op, group=self.group.process_group)
+                if native.is_staged(message, self.group):
+                    with native.staged(chunks, [into]) as (there, (into_there,)):
+                        dist.reduce_scatter(into_there, there, op, group=self.group.process_group)
+                else:
+                    group = self.group.process_group_of(into)
+                    dist.reduce_scatter(into, chunks, op, group=group)
                 self.count(into)
             elif self.algorithm == "ring":
                 # rotated by one, as in `all_gather`
@@ -239,10 +254,8 @@ class ChunkCollectives:
                 self.group.meter.received(chunk.nbytes)
 
     def all_reduce(self, tensor: Tensor) -> Handle[None]:
-        """Sum a tensor over all ranks, in place; with a ring if the backend lacks the device."""
-        carried = tensor.is_cpu or self.group.backend(tensor.device)
-        rule = native.all_reduce if carried else ring.all_reduce
-        return self._send("all-reduce", lambda: rule(tensor, self.group), tensor)
+        """Sum a tensor over all ranks, in place."""
+        return self._send("all-reduce", lambda: native.all_reduce(tensor, self.group), tensor)
 
     def _send(self, name: str, work: Callable[[], None], tensor: Tensor) -> Handle[None]:
         # Nothing is sent, and no rank may expect a message.

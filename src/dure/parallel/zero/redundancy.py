@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.collectives.algorithms.native import check_carried
 from dure.collectives.all_gather import all_gather
 from dure.collectives.group import Group
 from dure.memory.spill_store import IN_MEMORY, SpillStore
@@ -130,8 +129,6 @@ class ZeroRedundancy:
             optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
         )
         self.device = check_model(model, self.optimizer)
-        if algorithm == "native":
-            check_carried(self.device, self.group)
         check_element_wise(self.optimizer)
         check_forward_keeps_weights(model, self.group.size)
         # A share has separate memory: another tensor in the same memory would no longer follow.
@@ -144,6 +141,7 @@ class ZeroRedundancy:
             beside=prefetch > 0,
             mean=reduce == "mean",
             planned=overlap_gather,
+            device=self.device,
         )
         share_weights(self.model, self.group)
         # From here on the shares own the parameters; the optimizer gets pieces of them.

@@ -41,7 +41,7 @@ from dure.machine.memory import keep_freed_memory
 from dure.memory.mapped import WINDOW
 from dure.record.meter import Meter
 from dure.record.trace import Trace
-from dure.worlds.backend import Backend
+from dure.worlds.backend import Backend, join_device_group
 from dure.worlds.processes import parcel
 from dure.worlds.processes.store import store_at
 
@@ -59,6 +59,8 @@ class RankSettings:
         deadline: Seconds until a silent peer is an error.
         threads: Number of threads of the rank.
         backend: Backend of torch.distributed.
+        device: Device on which the rank computes.
+        shares_device: Whether several ranks compute on the same device.
     """
 
     rank: int
@@ -67,6 +69,8 @@ class RankSettings:
     deadline: float
     threads: int
     backend: Backend = "dure"
+    device: str = "cpu"
+    shares_device: bool = False
 
 
 class Control:
@@ -205,8 +209,14 @@ def join(seat: RankSettings) -> RollCall:
 
 def rank_context_of(seat: RankSettings, control: Control, roll_call: RollCall) -> RankContext:
     trace = Trace()
-    group = Group(dist.group.WORLD, Meter(f"rank {seat.rank}", trace), roll_call.diagnose)
-    context = RankContext(group, trace, control.event, control.interrupted)
+    device = torch.device(seat.device)
+    group = Group(
+        dist.group.WORLD,
+        Meter(f"rank {seat.rank}", trace),
+        roll_call.diagnose,
+        join_device_group(device, seat.shares_device, transfer_seconds(seat.deadline)),
+    )
+    context = RankContext(group, trace, control.event, control.interrupted, devices=(device,))
     context.survives_peer_loss = lambda: control.send("outlives")
     context.deadline = seat.deadline
     return context

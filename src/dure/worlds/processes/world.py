@@ -20,12 +20,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dure.collectives.roll_call import RollCall
 from dure.contracts.strategy import Kind, RankContext, World
 from dure.errors import DureError, PeerLostError, StopRun, described
 from dure.machine.cores import available_cores, threads_per_rank
+from dure.machine.devices import AUTO, devices_of_ranks, set_current
 from dure.machine.exit_status import exit_description
 from dure.machine.global_settings import settings_here
 from dure.worlds.backend import Backend, check_backend, check_deadline
@@ -51,11 +53,15 @@ class Processes(World):
         ranks: Number of ranks; None for a rank per core, at least two.
         deadline: Seconds that a rank waits for a silent peer before it raises PeerLostError.
         backend: Transport: "gloo" through sockets, "dure" through shared memory.
+        device: Devices of the ranks (`dure.machine.devices`): "cpu"; a type such as "cuda", for a
+            device a rank; a device such as "cuda:0", which all ranks share; or "auto", for
+            accelerators if there is one for each rank, and otherwise the CPU.
     """
 
     ranks: int | None = None
     deadline: float = 60.0
     backend: Backend = "dure"
+    device: str = "cpu"
 
     name: ClassVar[str] = "processes"
     kind: ClassVar[Kind] = "ranks"
@@ -68,6 +74,18 @@ class Processes(World):
             raise ValueError(f"ranks is {self.ranks}, but it has to be 1 or more")
         check_deadline(self.deadline)
         check_backend(self.backend)
+        # Stored as resolved, so that the run folder has the choice on this machine.
+        if self.device == AUTO:
+            object.__setattr__(self, "device", self._devices()[0].type)
+        self._devices()
+
+    def _devices(self) -> tuple[torch.device, ...]:
+        """Return the device of each rank. Raises ValueError if they are not here."""
+        return devices_of_ranks(self.device, self.workers)
+
+    @property
+    def computes_on(self) -> tuple[str, ...]:
+        return tuple(map(str, self._devices()))
 
     @property
     def workers(self) -> int:
@@ -87,13 +105,16 @@ class Processes(World):
             server.ready()
 
     def describe(self) -> str:
-        return "1 process" if self.workers == 1 else f"{self.workers} processes"
+        count = "1 process" if self.workers == 1 else f"{self.workers} processes"
+        return count if self.device == "cpu" else f"{count} on {self.device}"
 
     def run(
         self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
         if self.workers == 1:
-            return run_in_process(program, report, "rank 0")
+            devices = self._devices()
+            set_current(devices[0])
+            return run_in_process(program, report, "rank 0", devices=devices)
         with temporary_store(server.removes) as path:
             return self._run(path, program, report)
 
@@ -104,6 +125,7 @@ class Processes(World):
         report: Callable[[dict[str, Any]], None],
     ) -> Value:
         threads = threads_per_rank(self.workers)
+        devices = self._devices()
         seats = [
             RankSettings(
                 rank=rank,
@@ -112,6 +134,8 @@ class Processes(World):
                 deadline=self.deadline,
                 threads=threads,
                 backend=self.backend,
+                device=str(devices[rank]),
+                shares_device=len(set(devices)) < len(devices),
             )
             for rank in range(self.workers)
         ]

@@ -33,10 +33,11 @@ from dure.collectives.roll_call import RollCall, RollCallAnswer, transfer_second
 from dure.contracts.strategy import Kind, RankContext, World
 from dure.errors import DureError, first_line, text_of
 from dure.machine.cores import threads_per_rank
+from dure.machine.devices import AUTO, devices_of_ranks
 from dure.machine.threads import threads
 from dure.record.meter import Meter
 from dure.record.trace import Trace
-from dure.worlds.backend import Backend, check_backend, check_deadline
+from dure.worlds.backend import Backend, check_backend, check_deadline, join_device_group
 from dure.worlds.interrupts import on_interrupt
 from dure.worlds.launcher_environment import UNSET, LauncherJob, launcher_job
 from dure.worlds.torchrun.session import session
@@ -65,11 +66,14 @@ class Torchrun(World):
         elastic: Whether a run whose folder exists resumes from its newest checkpoint, if it is the
             same run. None for True if torchrun may restart the ranks: `torchrun --max-restarts`
             above 0.
+        device: Devices of the ranks, as in `dure.Processes`: of a type such as "cuda" each rank has
+            the device of its LOCAL_RANK.
     """
 
     deadline: float = 60.0
     backend: Backend = "dure"
     elastic: bool | None = None
+    device: str = "cpu"
 
     name: ClassVar[str] = "torchrun"
     kind: ClassVar[Kind] = "ranks"
@@ -80,6 +84,18 @@ class Torchrun(World):
         check_deadline(self.deadline)
         if self.elastic is None:
             object.__setattr__(self, "elastic", job.restarts > 0)
+        if self.device == AUTO:
+            object.__setattr__(self, "device", self._devices()[0].type)
+        self._devices()
+
+    def _devices(self) -> tuple[torch.device, ...]:
+        """Return the devices of this machine's ranks. Raises ValueError if they are not here."""
+        job = launcher_job()
+        return devices_of_ranks(self.device, max(job.here, job.local_rank + 1))
+
+    @property
+    def computes_on(self) -> tuple[str, ...]:
+        return tuple(map(str, self._devices()))
 
     @property
     def is_leader(self) -> bool:
@@ -98,7 +114,8 @@ class Torchrun(World):
         return bool(self.elastic)
 
     def describe(self) -> str:
-        return f"torchrun, {self.workers} rank{'s' if self.workers > 1 else ''}"
+        count = f"torchrun, {self.workers} rank{'s' if self.workers > 1 else ''}"
+        return count if self.device == "cpu" else f"{count} on {self.device}"
 
     def run(
         self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
@@ -122,8 +139,24 @@ class Torchrun(World):
         roll_call = RollCall(PrefixStore("roll call", store), rank, size, self.deadline)
         trace = Trace()
         end = StopRequest(store)
-        group = Group(dist.group.WORLD, Meter(f"rank {rank}", trace), roll_call.diagnose)
-        context = RankContext(group, trace, report, end.heard, clock_offset=clock_offset(group))
+        devices = self._devices()
+        device = devices[launcher_job().local_rank]
+        group = Group(
+            dist.group.WORLD,
+            Meter(f"rank {rank}", trace),
+            roll_call.diagnose,
+            join_device_group(
+                device, len(set(devices)) < len(devices), transfer_seconds(self.deadline)
+            ),
+        )
+        context = RankContext(
+            group,
+            trace,
+            report,
+            end.heard,
+            clock_offset=clock_offset(group),
+            devices=(device,),
+        )
         context.deadline = self.deadline
         with on_interrupt(end.ask, (signal.SIGINT, signal.SIGTERM)):
             try:
