@@ -368,6 +368,8 @@ bool is_pinned(const at::Tensor& tensor, std::optional<Device>) {
   return at::detail::getPrivateUse1Hooks().isPinnedPtr(tensor.storage().data());
 }
 
+void record_stream(at::Tensor&, Stream) {}
+
 int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
   return 0;  // the formula, of single operators
 }
@@ -560,6 +562,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("view_as_real", &at::native::view_as_real);
   library.impl("view_as_complex", &at::native::view_as_complex);
   library.impl("is_pinned", &is_pinned);
+  library.impl("record_stream", &record_stream);
   library.impl("_fused_sdp_choice", &sdp_choice);
   library.impl("convolution_overrideable", &convolution);
   library.impl("convolution_backward_overrideable", &convolution_backward);

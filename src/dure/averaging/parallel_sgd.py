@@ -64,6 +64,7 @@ from dure.contracts.task import Task
 from dure.contracts.training_options import ALL, Part
 from dure.data import partition
 from dure.data.batches import check_joint_batch
+from dure.data.examples import reader_on
 from dure.data.partition import IID, Partition
 from dure.data.sampling import SEPARATE_SAMPLING, SamplingRequest
 from dure.errors import LossNotFiniteError
@@ -366,10 +367,11 @@ class ParallelSGDLearner(Learner):
         total = 0.0
         counted = 0.0
         examples = self.all_examples
+        read = reader_on(examples, self.replica.device)
         # Without dropout, and without changes to buffers.
         with in_mode(self.combined, training=False):
             for indices in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
-                inputs, targets = examples.batch(indices)
+                inputs, targets = read(indices)
                 loss, count = loss_and_count(
                     self.task.loss, self.combined(inputs), targets, len(indices)
                 )

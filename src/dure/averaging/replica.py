@@ -21,7 +21,7 @@ from dure.contracts.strategy import RankContext, examples_for
 from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.block_shuffling import Order
-from dure.data.examples import Examples
+from dure.data.examples import Examples, reader_on
 from dure.data.partition import IID, Partition
 from dure.parallel.weight_broadcast import share_weights
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
@@ -59,7 +59,8 @@ class AveragedReplica:
     """
 
     def __init__(self, task: Task, context: RankContext, seed: int, accumulate: int = 1) -> None:
-        self.task = task
+        self.device = context.device
+        self.task = task = task.on(self.device)
         self.accumulate = accumulate
         self.group = context.group
         self.seed = seed
@@ -74,7 +75,6 @@ class AveragedReplica:
         self.optimizer = task.optimizer(self.model.parameters())
         self.rates = ScheduledRates(self.optimizer, task.lr_schedule)
         self.trimming = GradientTransforms(task, self.model.named_parameters())
-        self.device = next(self.model.parameters()).device
         share_weights(self.model, self.group)
         # the initial state of the optimizer, which is usually empty
         self._fresh = copy.deepcopy(self.optimizer.state_dict())
@@ -84,6 +84,7 @@ class AveragedReplica:
     def hold(self, examples: Examples) -> None:
         """Train on these examples from now on; indices refer to them."""
         self.train_examples = examples
+        self.read = reader_on(examples, self.device)
         self.losses = CountedLoss(self.task.loss, examples)
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
@@ -150,7 +151,7 @@ class AveragedReplica:
             self.losses,
             indices,
             self.accumulate,
-            read=self.train_examples.batch,
+            read=self.read,
             forward=self.model,
             computing=lambda *given: forward_context(self.task, self.device),
             backward=backward,
@@ -172,7 +173,7 @@ class AveragedReplica:
         self.model.eval()
         counted = 0.0
         for part in torch.split(indices, self.task.eval_batch_size):
-            inputs, targets = self.train_examples.batch(part)
+            inputs, targets = self.read(part)
             outputs = self.model(inputs)
             counted += loss_and_count(self.task.loss, outputs, targets, len(part))[1]
         self.model.train()

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -41,6 +42,7 @@ from dure.collectives.shared_memory.pool import empty_shared
 from dure.collectives.trailer import Trailer, common_start, per_rank_field, summed_field, time_field
 from dure.contracts.strategy import RankContext
 from dure.errors import LossNotFiniteError
+from dure.machine.devices import CPU, is_cpu
 from dure.randomness.seeds import derive
 from dure.tasks.loss_shares import rescale
 from dure.tensors.buffers import write
@@ -319,8 +321,8 @@ def pack_message(
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Return (buffers, views of them shaped as `like`, trailer), with a buffer for each dtype.
 
-    The trailer is at the end of the first buffer in float32 or float64. For the dure backend the
-    buffers are in shared memory, where it reduces in place.
+    The trailer is at the end of the first buffer in float32 or float64. The buffers are on the
+    device of `like`; on the CPU, for the dure backend, in shared memory, where it reduces in place.
     """
     lengths: dict[torch.dtype, int] = {}
     places: list[tuple[torch.dtype, int]] = []
@@ -334,7 +336,10 @@ def pack_message(
     )
     # after all elements of this dtype
     lengths[carrier] = lengths.get(carrier, 0) + tail
-    make = empty_shared if group.backend(torch.device("cpu")) == "dure" else torch.empty
+    device = like[0].device if like else CPU
+    make = partial(torch.empty, device=device)
+    if is_cpu(device) and group.backend(device) == "dure":
+        make = empty_shared
     buffers = {dtype: make(length, dtype=dtype) for dtype, length in lengths.items()}
     views = [
         buffers[dtype][start : start + tensor.numel()].view(tensor.shape)

@@ -328,9 +328,13 @@ class RankContext:
 
         A learner calls this method once and copies the model for other uses (`unused_copy`).
         """
-        model = seeded_model(task, seed) if self.prepared is None else self.prepared()
+        model = self.host_model(task, seed)
         # The weights are drawn where the task draws them, and are therefore the same on any device.
         return model if self.kind != "ranks" or is_cpu(self.device) else model.to(self.device)
+
+    def host_model(self, task: Task, seed: int) -> nn.Module:
+        """Return the run's newly created model where the task creates it, usually on the CPU."""
+        return seeded_model(task, seed) if self.prepared is None else self.prepared()
 
     @property
     def device(self) -> torch.device:

@@ -7,7 +7,7 @@ other types of data to examples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from dure.data.block_shuffling import BlockLayout, Order
 from dure.data.keys import keys_of
 from dure.data.sampling import SHUFFLED, Sampling
 from dure.errors import DataError
+from dure.machine.devices import is_cpu, to_device
 
 LABELS = ("labels", "label", "label_ids")
 """Possible names of a dict's target column; the first that exists is the target."""
@@ -170,6 +171,18 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
         return leaf.to(dtype) if floating else leaf
 
     return tree_map(convert, tree)
+
+
+def reader_on(examples: Examples, device: torch.device) -> Callable[[Tensor], tuple[Any, Any]]:
+    """Return a function from indices to inputs and targets on a device."""
+    if is_cpu(device):
+        return examples.batch
+
+    def read(indices: Tensor) -> tuple[Any, Any]:
+        batch: tuple[Any, Any] = to_device(examples.batch(indices), device)
+        return batch
+
+    return read
 
 
 class NoExamples(Examples):

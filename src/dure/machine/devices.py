@@ -140,6 +140,11 @@ def to_cpu(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, tree)
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor in the CPU's memory."""
+    return tensor.detach().to(CPU, copy=True)
+
+
 def pinned_like(tensor: Tensor) -> Tensor:
     """Return an uninitialised CPU tensor of the same shape and dtype for copies from and to it.
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
 from dure.data.batches import Batches
+from dure.data.examples import reader_on
 from dure.errors import LossNotFiniteError
 from dure.parameter_server.embeddings import Tables, check_no_tables, dense_of, embeddings_of
 from dure.parameter_server.late_counts import LateCounts
@@ -99,7 +100,8 @@ class GradientComputation:
         self.bulk = bulk
         self.compressed = compressed
         self.skips = skips
-        self.task = task
+        self._device = next(model.parameters()).device
+        self.task = task = task.on(self._device)
         self.accumulate = accumulate
         self.trimming = GradientTransforms(task, model.named_parameters())
         trained = dense_of(model)
@@ -107,16 +109,16 @@ class GradientComputation:
         self.flat = FlatParameters(model, trained)
         self.buffers = BufferNames(model)
         self.examples, self.test = examples_for(task)
+        self._read = reader_on(self.examples, self._device)
         self.losses = CountedLoss(task.loss, self.examples)
         self._late = None
         if not bulk and self.losses.is_late:
-            self._late = LateCounts(self.losses, self.examples)
+            self._late = LateCounts(self.losses, self._read)
         self.batches = [
             Batches(len(self.examples), batch_size, seed, n, order=self.examples.order())
             for n in range(groups)
         ]
         self._names = {id(one): name for name, one in model.named_parameters()}
-        self._device = next(model.parameters()).device
         self._vectors = list(by_dtype(trained).values())
 
     @property
@@ -140,7 +142,7 @@ class GradientComputation:
             return [one.rows for one in self.tables.empty()]
         self._seed(place)
         buffers = [buffer.detach().clone() for buffer in self.buffers.of(self.model)]
-        inputs, _ = self.examples.batch(part)
+        inputs, _ = self._read(part)
         rows = self.tables.asked(lambda: self.model(inputs))
         self.buffers.load(self.model, buffers)
         return self.tables.by_shard(rows)
@@ -164,7 +166,8 @@ class GradientComputation:
             group: number of the group.
             who: name of the worker, for errors.
             rows: rows from `rows_of`, with their values.
-            out: vectors for the result; None allocates new memory.
+            out: vectors for the result, in the CPU's memory; None allocates memory on the model's
+                device.
 
         Raises LossNotFiniteError for a loss that is not finite, and ValueError for a parameter
         without a gradient that the optimizer would move nevertheless.
@@ -247,7 +250,7 @@ class GradientComputation:
             self.losses,
             part,
             self.accumulate,
-            read=self.examples.batch if self._late is None else self._late.read,
+            read=self._read if self._late is None else self._late.read,
             forward=self.model if self._late is None else partial(self._late.forward, self.model),
             computing=lambda *given: forward_context(self.task, self._device),
             backward=Tensor.backward,
@@ -305,7 +308,10 @@ def write_gradients(parameters: Sequence[nn.Parameter], room: Tensor) -> None:
         elif gradient.is_sparse:  # of `F.embedding` on a parameter, such as no module has
             gradient = gradient.to_dense()
         parts.append(gradient.reshape(-1))
-    torch.cat(parts, out=room)
+    if parts[0].device == room.device:
+        torch.cat(parts, out=room)
+    else:
+        room.copy_(torch.cat(parts))
 
 
 def no_gradient(name: str) -> str:

@@ -19,23 +19,22 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dure.data.examples import Examples
 from dure.tasks.loss_shares import CountedLoss
 
 
 class LateCounts:
     """Loss counts of batches, from the targets and outputs of the last computed part."""
 
-    def __init__(self, losses: CountedLoss, examples: Examples) -> None:
+    def __init__(self, losses: CountedLoss, read: Callable[[Tensor], tuple[Any, Any]]) -> None:
         self._losses = losses
-        self._examples = examples
+        self._read = read
         self._targets: Any = None
         self._outputs: Any = None
         self._count = 0
 
     def read(self, indices: Tensor) -> tuple[Any, Any]:
         """Return inputs and targets of examples, and store the targets."""
-        inputs, targets = self._examples.batch(indices)
+        inputs, targets = self._read(indices)
         self._targets = targets
         self._count = len(indices)
         return inputs, targets
@@ -54,7 +53,7 @@ class LateCounts:
         rest = batch[~torch.isin(batch, part)]
         size = self._count
         for indices in torch.split(rest, size):
-            _, targets = self._examples.batch(indices)
+            _, targets = self._read(indices)
             stand_in = tree_map(partial(_first, count=len(indices), of=size), outputs)
             counted += self._losses.count(stand_in, targets, len(indices))
         return counted

@@ -17,6 +17,7 @@ from dure.contracts.strategy import World
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part, trained_from
 from dure.fleet.conditions import Conditions
+from dure.machine.devices import to_host
 from dure.machine.memory import available_memory
 from dure.parameter_server.compressed import PushCoding
 from dure.parameter_server.embeddings import (
@@ -228,7 +229,8 @@ def states_of_keys(
 ) -> list[Mapping[str, Any]]:
     """Return the states of key shards that begin with the values of these vectors."""
     return [
-        Shard(number, keys, vectors[keys.vector][keys.start : keys.stop].clone(), terms).state()
+        # The servers have their weights in the CPU's memory.
+        Shard(number, keys, to_host(vectors[keys.vector][keys.start : keys.stop]), terms).state()
         for number, keys in enumerate(shards)
     ]
 

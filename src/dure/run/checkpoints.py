@@ -15,6 +15,7 @@ from dure import __version__
 from dure.collectives.group import Group
 from dure.contracts.strategy import Learner
 from dure.errors import DureError, RunFolderError, described
+from dure.machine.devices import to_cpu
 from dure.memory.spill_store import SpillStore
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.best import drop_previous_best
@@ -90,11 +91,15 @@ class Checkpoints:
             self._save(position, [meter.counters for meter in self.learner.meters()])
 
     def _save(self, position: Position, workers: list[Counters]) -> None:
-        learner = self.learner.state()
+        # In the CPU's memory, so that a run can go on on another device.
+        learner = to_cpu(self.learner.state())
         # Collective: every rank sends its part, including ranks that do not write.
         if self.learner.rank_state_differs:
             shelf = SpillStore(self.job.folder)
-            learner = {**learner, "parts": gathered_trees(self.group, self.learner.part(), shelf)}
+            learner = {
+                **learner,
+                "parts": gathered_trees(self.group, to_cpu(self.learner.part()), shelf),
+            }
         state = {
             "version": VERSION,
             "dure": __version__,
@@ -105,7 +110,7 @@ class Checkpoints:
             "ranks": self.group.size,
         }
         # Collective: a divided model is gathered here.
-        weights = self.learner.weights()
+        weights = to_cpu(self.learner.weights())
         if self.folder is not None:
             # Several checkpoints may be written within a step, each after more examples.
             past = position.samples if position.midway else 0

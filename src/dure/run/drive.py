@@ -38,6 +38,7 @@ from dure.errors import (
     traceback_of,
 )
 from dure.machine.compiler import deferred_compiler
+from dure.machine.devices import to_cpu
 from dure.machine.memory import keep_freed_memory, return_freed_memory, trim_heap
 from dure.machine.threads import threads, threads_for
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
@@ -421,7 +422,7 @@ class Driver:
         # Collective: a divided model is gathered here.
         weights = self.learner.weights()
         if self.folder is not None:
-            keep_best(self.folder.path, weights, position.step)
+            keep_best(self.folder.path, to_cpu(weights), position.step)
         elif self.is_leader and self.job.folder is None:
             self.best = {name: _kept(one) for name, one in weights.items()}
 
@@ -532,6 +533,6 @@ def _kept(leaf: Leaf) -> Tensor:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """Return the tensor without the rest of its storage, such as the rest of a flat buffer."""
-    own = tensor.detach()
+    """Return the tensor on the CPU, without the rest of its storage, such as of a flat buffer."""
+    own = tensor.detach().cpu()
     return own if own.untyped_storage().nbytes() == own.nbytes else own.clone()

@@ -115,6 +115,11 @@ class FlatParameters:
             _put(group, views_of(buffer, group))
             self.buffers.append(buffer)
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether the weights are in the memory of a device, apart from the CPU's."""
+        return any(not one.is_cpu for group in self._groups for one in group)
+
     def copy(self) -> list[Tensor]:
         """Return a copy of the current weights, a tensor for each buffer."""
         return [buffer.clone() for buffer in self.buffers]

@@ -90,6 +90,10 @@ class WeightBuffers:
             part.data_ptr() != value.data_ptr()
             for part, value in zip(slot.parts, values, strict=True)
         ]
+        if self._flat.is_apart:  # the model is on a device, and its memory stays
+            for keys, value in zip(self._shards, values, strict=True):
+                self._flat.buffers[keys.vector][keys.start : keys.stop].copy_(value)
+            return
         self._used = slot
         if all(strange) and self._undivided:
             self._used = None

@@ -16,6 +16,7 @@ from torch import Tensor
 from dure.contracts.strategy import STOP, Learner, RankContext, StepResult
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError, PeerLostError, described, traceback_of
+from dure.machine.devices import to_cpu
 from dure.parameter_server.compressed import push_bytes
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
@@ -55,7 +56,7 @@ def run_server_or_worker(
 
     Raises PeerLostError if rank 0 is lost, and errors of the task.
     """
-    model = context.model(task, seed)
+    model = context.host_model(task, seed)
     plan = plan.made_for(task, model)
     port = meet(context.group, plan, model)
     pipeline = pipeline_of(context.group, plan)
@@ -70,8 +71,9 @@ def run_server_or_worker(
         context.prepared = lambda: model
         number = plan.workers[rank - 1 - plan.servers]
         if isinstance(plan, DownpourPlan):
+            own = model if plan.stage_keys else model.to(context.device)
             return ReplicaProcess(
-                number, task, context, model, seed, plan=plan, group=pipeline, endpoint=port
+                number, task, context, own, seed, plan=plan, group=pipeline, endpoint=port
             ).live()
         return WorkerProcess(number, task, context, seed, plan, port).live()
     except PeerLostError:
@@ -339,7 +341,9 @@ class ProcessesLearner(Learner):
 
     def weights(self) -> dict[str, Tensor]:
         rows = self._load()
-        return weights_of(self.model, self.tables, [one.changed for one in rows])
+        found = weights_of(self.model, self.tables, [one.changed for one in rows])
+        weights: dict[str, Tensor] = to_cpu(found)
+        return weights
 
     def state(self) -> dict[str, Any]:
         shards = self.leader.states().result() if self._started else self._states
@@ -354,7 +358,7 @@ class ProcessesLearner(Learner):
             "staleness": dict(self.staleness),
             "pushes": self.pushes,
             "own_buffers": {number: list(own) for number, own in self.own_buffers.items()},
-            "buffers": non_persistent_buffers_of(self.model),
+            "buffers": to_cpu(non_persistent_buffers_of(self.model)),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dure.collectives.group import Group
 from dure.contracts.strategy import RankContext, examples_for
 from dure.contracts.task import Task
+from dure.machine.devices import pinned_like, to_cpu
 from dure.parallel.mesh.strategy import ParallelLearner
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.gradients import ComputedGradients, no_gradient
@@ -51,9 +52,12 @@ class WholeModel:
         self._buffers = BufferNames(model)
 
     def weights(self) -> list[Tensor]:
-        """Return the current weights, by portion."""
+        """Return the current weights, by portion, in the CPU's memory."""
         buffers = self.computing.flat.buffers
-        return [buffers[keys.vector][keys.start : keys.stop] for keys in self.keys]
+        weights: list[Tensor] = to_cpu(
+            [buffers[keys.vector][keys.start : keys.stop] for keys in self.keys]
+        )
+        return weights
 
     def compute(self, step: int, weights: Sequence[Tensor]) -> ComputedGradients:
         """Return the gradient of the replica's batch of a step at these weights, by portion.
@@ -64,14 +68,16 @@ class WholeModel:
             self.computing.flat.buffers[keys.vector][keys.start : keys.stop] = value
         place = (step, self.number)
         started = time.perf_counter()
-        found = self.computing.mean(self.part.at(step), place, worker(self.number))
+        out = list(map(pinned_like, self.computing.flat.buffers))
+        found = self.computing.mean(self.part.at(step), place, worker(self.number), out)
         self.meter.compute("gradient", started, time.perf_counter(), step + 1)
         gradients = [found.gradients[keys.vector][keys.start : keys.stop] for keys in self.keys]
         return dataclasses.replace(found, gradients=gradients)
 
     def buffers(self) -> list[Tensor]:
         """Return the current buffers."""
-        return [buffer.detach() for buffer in self._buffers.of(self.model)]
+        own: list[Tensor] = to_cpu([buffer.detach() for buffer in self._buffers.of(self.model)])
+        return own
 
     def load_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Set the buffers."""
@@ -115,8 +121,9 @@ class StageModel:
         ]
 
     def weights(self) -> list[Tensor]:
-        """Return the current weights, by portion."""
-        return [self._vector_of(keys).at(keys) for keys in self.keys]
+        """Return the current weights, by portion, in the CPU's memory."""
+        weights: list[Tensor] = to_cpu([self._vector_of(keys).at(keys) for keys in self.keys])
+        return weights
 
     def compute(self, step: int, weights: Sequence[Tensor]) -> ComputedGradients:
         """Return the gradient of the replica's batch of a step at these weights, by portion.
@@ -134,7 +141,7 @@ class StageModel:
             vector.forget()
         indices = self.part.at(step)
         loss, counted, _ = learner.compute(indices, 0)
-        gradient_vectors = [vector.gradient(self.skips) for vector in self.vectors]
+        gradient_vectors = [vector.gradient(self.skips).cpu() for vector in self.vectors]
         gradients = []
         for keys in self.keys:
             vector = self._vector_of(keys)

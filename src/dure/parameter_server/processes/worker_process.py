@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dure.contracts.strategy import RankContext
 from dure.contracts.task import Task
+from dure.machine.devices import to_cpu
 from dure.parameter_server.compressed import compressors_of
 from dure.parameter_server.embeddings import tables_of
 from dure.parameter_server.gradients import ComputedGradients
@@ -271,7 +272,7 @@ class WorkerProcess:
             staleness=staleness,
             counters=self._counters(),
             done=tuple(self._done),
-            buffers=[buffer.detach() for buffer in self.buffers.of(self.model)],
+            buffers=to_cpu([buffer.detach() for buffer in self.buffers.of(self.model)]),
             trace=self.trace.packed(self.clock_offset),
         )
         self.trace.lanes.clear()
