@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -337,10 +336,13 @@ def pack_message(
     # after all elements of this dtype
     lengths[carrier] = lengths.get(carrier, 0) + tail
     device = like[0].device if like else CPU
-    make = partial(torch.empty, device=device)
-    if is_cpu(device) and group.backend(device) == "dure":
-        make = empty_shared
-    buffers = {dtype: make(length, dtype=dtype) for dtype, length in lengths.items()}
+    shares = is_cpu(device) and group.backend(device) == "dure"
+    buffers = {
+        dtype: empty_shared(length, dtype=dtype)
+        if shares
+        else torch.empty(length, dtype=dtype, device=device)
+        for dtype, length in lengths.items()
+    }
     views = [
         buffers[dtype][start : start + tensor.numel()].view(tensor.shape)
         for tensor, (dtype, start) in zip(like, places, strict=True)

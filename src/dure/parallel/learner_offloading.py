@@ -67,6 +67,11 @@ def check_offload(
         raise ValueError(f"offload: {error}") from error
 
 
+def check_device_offload(parts: Collection[str]) -> None:
+    """Raise ValueError for a part that a learner on an accelerator cannot offload."""
+    Offload(tuple(parts)).check(ON_GPU, "a GPU")
+
+
 def check_optimizer(wanted: Offload, task: Task, model: nn.Module) -> None:
     """Check that the optimizer's state can be offloaded, if `wanted` has it.
 

@@ -26,6 +26,7 @@ from dure.errors import DureError, RunFolderError, described, exit_is_a_failure,
 from dure.machine.compiler import deferred_compiler
 from dure.machine.user_code import call_with_modules, user_modules_of
 from dure.memory.file_backed_init import in_files_like, why_not
+from dure.parallel.learner_offloading import check_device_offload
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.disk import disk_errors
 from dure.record.history import is_spread
@@ -703,6 +704,9 @@ def _check_target(stop: Stop, measured: Sequence[str], serves: bool) -> None:
 
 def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
     """Raise ValueError for a model on a device that the run does not use, or on several devices."""
+    used = {torch.device(name).type for name in strategy.computes_on or world.computes_on}
+    if used - {"cpu"}:
+        check_device_offload(strategy.offloaded)
     tensors = [*model.parameters(), *model.buffers()]
     there = sorted({str(tensor.device) for tensor in tensors} - {"cpu", "meta"})
     if not there:
@@ -714,7 +718,6 @@ def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
                 "whole model to one device"
             )
         return
-    used = {torch.device(name).type for name in strategy.computes_on or world.computes_on}
     if used <= {"cpu"}:
         raise ValueError(
             f"the task's model function returns a model on {there[0]}, but this system computes "

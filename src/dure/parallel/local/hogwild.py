@@ -123,6 +123,12 @@ class Hogwild(Strategy):
 
     def check_in(self, world: World) -> None:
         """Check that all workers compute on the same device. Raises ValueError otherwise."""
+        if world.kind == "ranks" and set(world.computes_on) - {"cpu"}:
+            raise ValueError(
+                "hogwild's processes share the weights in the CPU's memory, but these compute on "
+                f"{world.computes_on[0]}: use worker threads, which share a device's memory "
+                "(--world threads --devices)"
+            )
         if len(set(world.computes_on)) > 1:
             raise ValueError(
                 "Hogwild's workers share the weights, so they compute on one device: give only one"

@@ -94,6 +94,11 @@ class Torchrun(World):
         return devices_of_ranks(self.device, max(job.here, job.local_rank + 1))
 
     @property
+    def device_here(self) -> torch.device:
+        """Device on which this rank computes."""
+        return self._devices()[launcher_job().local_rank]
+
+    @property
     def computes_on(self) -> tuple[str, ...]:
         return tuple(map(str, self._devices()))
 
@@ -140,7 +145,7 @@ class Torchrun(World):
         trace = Trace()
         end = StopRequest(store)
         devices = self._devices()
-        device = devices[launcher_job().local_rank]
+        device = self.device_here
         group = Group(
             dist.group.WORLD,
             Meter(f"rank {rank}", trace),
