@@ -27,13 +27,15 @@ MAKEFLAGS += --jobs=2
 pytest: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check proofs pytest compiled install install-test browser iproute2 lint types docs format clean
+.PHONY: help run test check proofs cuda pytest compiled install install-test browser iproute2 stand-in lint types docs \
+  format clean
 
 help:
 	@echo "make run     install dure into .venv and compare a system of every family on the built-in digits"
 	@echo "make test    lint, types, documentation, tests"
 	@echo "make check   lint, types, and the tests that start no other process: for a change under way"
 	@echo "make proofs  the slow tests that make test leaves out: before a release"
+	@echo "make cuda    the tests that need a GPU"
 	@echo "make lint    ruff, check and format"
 	@echo "make types   mypy"
 	@echo "make docs    the documentation as HTML, in site/"
@@ -56,7 +58,7 @@ check: lint types
 	@echo "quick tests"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(QUICK)
 
-pytest: | lint browser iproute2 compiled
+pytest: | lint browser iproute2 stand-in compiled
 	@echo "documentation and tests"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	  --max-worker-restart 0 --keep-durations -m "not proof"
@@ -66,8 +68,13 @@ compiled: install-test
 	@$(BIN)/python -m pytest --collect-only -qq -m "not proof" >/dev/null || true
 
 proofs: export OMP_WAIT_POLICY ?= PASSIVE
-proofs: install-test browser iproute2
+proofs: install-test browser iproute2 stand-in
 	@$(BIN)/python -m pytest -m proof -o faulthandler_timeout=3600
+
+# On a machine with a GPU, in less than ten minutes. It uses the torch that is installed in .venv, which has to be a
+# build for the GPU (make PIP_ARGS=... cuda).
+cuda: install-test
+	@$(BIN)/python -m pytest tests/cuda
 
 lint: install-test
 	@echo "lint"
@@ -139,3 +146,13 @@ iproute2: | browser
 	  command -v apt-get >/dev/null \
 	  && { apt-get -qq update && apt-get -qq install -y --no-install-recommends iproute2; } >/dev/null 2>&1 \
 	  || echo "iproute2 could not be installed: tests of groups that span hosts are skipped"; }
+
+# Tests of devices run on a stand-in for a GPU, which is compiled here. Without a C++ compiler they are skipped.
+stand-in: install-test | iproute2
+	@command -v g++ >/dev/null || { \
+	  echo "installing g++"; \
+	  as_root=; [ "$$(id -u)" = 0 ] || as_root="sudo -n"; \
+	  command -v apt-get >/dev/null \
+	  && { $$as_root apt-get -qq update && $$as_root apt-get -qq install -y --no-install-recommends g++; } >/dev/null 2>&1 \
+	  || echo "g++ could not be installed: tests of devices are skipped"; }
+	@PYTHONPATH=tests $(BIN)/python -c "import stand_in_device" 2>/dev/null || true

@@ -7,13 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import dure
 import stand_in_backend  # noqa: F401 - ranks that have this task have the device and its backend
-from small import CLASSES, FEATURES, examples, small_task
+from rank_systems import adam, mixed_network
+from small import examples, small_task
 
 NOTES = "NOTED_DEVICES"
 """Variable with the path of the file in which losses note their devices."""
@@ -31,31 +31,6 @@ def noting_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 def noted(path: Path) -> Counter[str]:
     """How often the loss was computed on each type of device."""
     return Counter(path.read_text().split()) if path.exists() else Counter()
-
-
-def wide_network() -> nn.Module:
-    """6-64-64-3 in float64: its weights have 38 KB, far more than all else that a step moves."""
-    return nn.Sequential(
-        nn.Linear(FEATURES, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, CLASSES)
-    ).double()
-
-
-def mixed_network() -> nn.Module:
-    """A network with batch norm, dropout and a buffer."""
-    return nn.Sequential(
-        nn.Linear(FEATURES, 8),
-        nn.BatchNorm1d(8),
-        nn.ReLU(),
-        nn.Dropout(0.3),
-        nn.Linear(8, 8),
-        nn.Tanh(),
-        nn.Linear(8, CLASSES),
-    ).double()
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    """AdamW, whose step is not linear in the gradient."""
-    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 def noting_task(model: Any = mixed_network, **changes: Any) -> dure.Task:

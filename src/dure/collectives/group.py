@@ -21,7 +21,7 @@ from torch import Tensor
 from dure.collectives.arguments import check_rank, check_root
 from dure.collectives.handle import Handle, OperationQueue
 from dure.collectives.hosts import Hosts, name_of_this_host, number_of, partition_by
-from dure.collectives.transport import Message, Pending, backend_name, transport_of
+from dure.collectives.transport import Message, Pending, backend_name, begun_work, transport_of
 from dure.errors import MismatchError, PeerLostError
 from dure.machine.devices import CPU, accelerator, current_stream, indexed, on_stream, pinned_like
 from dure.record.meter import Meter
@@ -148,6 +148,8 @@ class Group:
         )
         # Errors name ranks of the whole job; transports use ranks of the process group.
         self._places = list(range(self.size))
+        self._edges: dict[tuple[int, int], dist.ProcessGroup] = {}
+        """Groups for messages between devices, by the global ranks of sender and receiver."""
 
     @classmethod
     def default(cls) -> Group:
@@ -206,11 +208,14 @@ class Group:
         part._places = [self._places[rank] for rank in ranks]
         return part
 
-    def split_into(self, parts: Sequence[Sequence[int]]) -> Group:
+    def split_into(self, parts: Sequence[Sequence[int]], connected: bool = False) -> Group:
         """Return the part that contains this rank, as a group for transfers and collectives.
 
         All ranks call it together with the same parts, a partition of the ranks. The result uses
         the same meter. Raises ValueError unless each rank is in exactly one part.
+
+        connected: whether neighbours of a part, as a ring, get channels between their devices
+        (`_channels_within`), which `begin_transfer` uses.
         """
         if sorted(rank for part in parts for rank in part) != list(range(self.size)):
             raise ValueError(
@@ -218,7 +223,9 @@ class Group:
                 f"{self.size - 1} has to be in exactly one"
             )
         mine = next(list(part) for part in parts if self.rank in part)
+        edges = self._channels_within(parts) if connected else {}
         if len(mine) == self.size:
+            self._edges = edges
             return self
         own: Group | None = None
         for part in parts:
@@ -233,6 +240,7 @@ class Group:
         if own is None:
             own = Group(None, self.meter)
             own._global = [self._global[self.rank]]
+        own._edges = edges
         return own
 
     def _device_group_of(self, ranks: list[int], limit: timedelta) -> dist.ProcessGroup | None:
@@ -242,6 +250,39 @@ class Group:
         backend = dist.get_backend(self.device_group)
         made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend=backend)
         return made
+
+    def _channels_within(
+        self, parts: Sequence[Sequence[int]]
+    ) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """Return this rank's channels between devices, by the global ranks of their ends.
+
+        All ranks call it together with the same parts, each a ring of ranks; each pair of
+        neighbours gets a channel each way. A channel transports the messages of one pair in one
+        direction alone, because a backend such as NCCL executes the messages of a group in the
+        order of their issue, and a send waits for its receiver: in a common group two ranks that
+        both send first would wait for each other. Empty without a `device_group`.
+        """
+        edges: dict[tuple[int, int], dist.ProcessGroup] = {}
+        if self.device_group is None:
+            return edges
+        device = indexed(torch.device(accelerator() or "cpu"))
+        here = self._global[self.rank]
+        limit = dist.distributed_c10d._get_default_store().timeout  # type: ignore[attr-defined]
+        for part in parts:
+            ring = [self._global[rank] for rank in part]
+            pairs = zip(ring, ring[1:] + ring[:1], strict=True)
+            for pair in sorted({(a, b) for one in pairs for a, b in (one, one[::-1]) if a != b}):
+                made = self._device_group_of(list(pair), limit)
+                if here in pair:
+                    assert made is not None
+                    edges[pair] = made
+                    # The first message connects the pair, and would block either rank later.
+                    first = torch.zeros(1, device=device)
+                    if here == pair[0]:
+                        dist.send(first, pair[1], group=made)
+                    else:
+                        dist.recv(first, pair[0], group=made)
+        return edges
 
     def alone(self) -> Group:
         """Return the group of this rank alone, with the same meter."""
@@ -458,16 +499,57 @@ class Group:
         """Begin a `transfer` in the background; return a function that waits for its end.
 
         operation: its name, for errors. Between two ranks messages arrive in the order in which
-        they were begun. Tensors of a device travel through the CPU's memory.
+        they were begun. Tensors of a device travel between the neighbours of a connected group
+        (`split_into`) directly, and otherwise through the CPU's memory.
         """
         for _, rank in (*sends, *receives):
             check_rank(rank, self.size)
-        sends = [
-            (tensor if tensor.is_cpu else tensor.cpu(), to)
-            for tensor, to in sends
-            if tensor.numel()
-        ]
+        sends = [(tensor, to) for tensor, to in sends if tensor.numel()]
         receives = [(into, source) for into, source in receives if into.numel()]
+        if self._edges:
+            return self._begin_between_devices(operation, sends, receives)
+        return self._begin_on_the_host(operation, sends, receives)
+
+    def _begin_between_devices(
+        self, operation: str, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> Callable[[], None]:
+        """Do `begin_transfer` over the channels between devices, and for the rest on the host."""
+        here = self._global[self.rank]
+        step = self.step
+        started: list[tuple[int, Pending]] = []
+        rest: tuple[list[Message], list[Message]] = ([], [])
+        arriving = 0
+        with self.during(operation):
+            for tensor, to in sends:
+                edge = self._edges.get((here, self._global[to]))
+                if tensor.is_cpu or edge is None:
+                    rest[0].append((tensor, to))
+                    continue
+                started.append((to, begun_work(dist.isend(tensor, self._global[to], group=edge))))
+                self.meter.sent(tensor.nbytes)
+            for into, source in receives:
+                edge = self._edges.get((self._global[source], here))
+                if into.is_cpu or edge is None:
+                    rest[1].append((into, source))
+                    continue
+                work = dist.irecv(into, self._global[source], group=edge)
+                started.append((source, begun_work(work)))
+                arriving += into.nbytes
+        end_on_the_host = self._begin_on_the_host(operation, *rest)
+
+        def end() -> None:
+            with self.during(operation, step):
+                self._wait(started)
+            self.meter.received(arriving)
+            end_on_the_host()
+
+        return end
+
+    def _begin_on_the_host(
+        self, operation: str, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> Callable[[], None]:
+        """Do `begin_transfer` from and to the CPU's memory."""
+        sends = [(tensor if tensor.is_cpu else tensor.cpu(), to) for tensor, to in sends]
         arrivals = [(into if into.is_cpu else pinned_like(into), peer) for into, peer in receives]
         step = self.step
         with self.during(operation):

@@ -141,10 +141,10 @@ class TorchTransport(Transport):
         self._ranks = dist.get_process_group_ranks(process_group)
 
     def post(self, tensor: Tensor, to: int) -> Pending | None:
-        return _there(dist.isend(tensor, self._ranks[to], group=self._group))
+        return begun_work(dist.isend(tensor, self._ranks[to], group=self._group))
 
     def expect(self, into: Tensor, source: int) -> Pending:
-        return _there(dist.irecv(into, self._ranks[source], group=self._group))
+        return begun_work(dist.irecv(into, self._ranks[source], group=self._group))
 
     def reaches(self, device: torch.device) -> bool:
         # gloo sends from the memory of the CPU only
@@ -169,7 +169,7 @@ class TorchTransport(Transport):
         dist.barrier(group=self._group)
 
 
-def _there(work: dist.Work | None) -> dist.Work:
+def begun_work(work: dist.Work | None) -> dist.Work:
     """Return the work, which torch leaves out only on ranks outside the group."""
     assert work is not None
     return work

@@ -143,7 +143,9 @@ class Groups:
 def groups_on(mesh: Mesh, group: Group) -> Groups:
     """Return the groups of this rank; all ranks of `group` call it together."""
     # In the order of AXES on every rank: making a group is a collective operation.
-    made = {axis: group.split_into(mesh.groups(axis)) for axis in AXES}
+    made = {
+        axis: group.split_into(mesh.groups(axis), connected=axis == "pipeline") for axis in AXES
+    }
     return Groups(
         at=mesh.coordinates(group.rank),
         data=made["data"],
