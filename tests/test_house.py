@@ -45,6 +45,7 @@ PERMITTED = {
     ("parameter_server", "parallel"),
     ("privacy", "tasks"),
     ("split", "parallel"),
+    ("randomness", "machine"),
     ("references", "errors"),
     ("settings", "errors"),
     ("settings", "references"),

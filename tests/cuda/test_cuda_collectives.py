@@ -26,7 +26,6 @@ from dure.contracts.strategy import RankContext
 
 pytestmark = pytest.mark.needs_cuda
 
-OTHERS = [name for name in ALGORITHMS if name != "native"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
 
@@ -49,7 +48,7 @@ def told(tensor: Tensor | None) -> Any:
 def test_every_all_reduce_sums_on_the_gpu_as_on_the_cpu(ranks: int, backend: Any) -> None:
     def program(context: RankContext) -> list[Any]:
         found = []
-        for algorithm in OTHERS:
+        for algorithm in ALGORITHMS:
             for dtype in DTYPES:
                 mine = numbers(context.group.rank, dtype)
                 found.append(told(all_reduce(mine.clone().to(GPU), context.group, algorithm)))
@@ -98,83 +97,3 @@ def test_every_collective_carries_tensors_of_the_gpu(backend: Any) -> None:
                 # Not the same bits: a GPU divides by a number in another way.
                 assert there[0] == "cuda"
                 numpy.testing.assert_allclose(there[1], here[1], rtol=1e-15)
-
-
-def test_dures_own_backend_refuses_them_by_name_where_it_alone_would_carry_them() -> None:
-    def program(context: RankContext) -> list[str]:
-        said = []
-        one = numbers(context.group.rank, torch.float64).to(GPU)
-        native = [
-            lambda: all_reduce(one, context.group, "native"),
-            lambda: all_reduce(one, context.group.process_group, "native"),
-            lambda: broadcast(one, context.group, algorithm="native"),
-            lambda: all_gather(one, context.group, "native"),
-            lambda: reduce_scatter(one, context.group, "native"),
-            lambda: reduce(one, context.group, algorithm="native"),
-            lambda: all_to_all(one[:12], context.group, "native"),
-        ]
-        for call in native:
-            try:
-                call()
-                said.append("nothing")
-            except ValueError as error:
-                said.append(str(error))
-        return said
-
-    for said in on_ranks(2, program, "dure"):
-        assert all("does not support tensors on cuda:0" in line for line in said), said
-
-
-NATIVE: dict[str, Callable[[Tensor, Any], Tensor | None]] = {
-    "all-reduce": lambda one, group: all_reduce(one, group, "native"),
-    "average": lambda one, group: all_reduce(one, group, "native", op="avg"),
-    "broadcast": lambda one, group: broadcast(one, group, algorithm="native"),
-    "all-gather": lambda one, group: all_gather(one, group, "native"),
-    "reduce-scatter": lambda one, group: reduce_scatter(one, group, "native"),
-    "gather": lambda one, group: gather(one, group, algorithm="native"),
-    "all-to-all": lambda one, group: all_to_all(one[:12], group, "native"),
-}
-
-
-@pytest.mark.parametrize("name", NATIVE)
-def test_gloos_own_collectives_are_right_on_a_gpu(name: str) -> None:
-    def program(context: RankContext) -> tuple[Any, Any]:
-        mine = numbers(context.group.rank, torch.float64)
-        return told(NATIVE[name](mine.clone().to(GPU), context.group)), told(
-            NATIVE[name](mine, context.group)
-        )
-
-    for there, here in on_ranks(2, program, "gloo"):
-        assert there == (None if here is None else ("cuda", here[1]))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_messages_of_a_group_pass_through_the_cpu(backend: Any) -> None:
-    def program(context: RankContext) -> list[Any]:
-        group = context.group
-        other = 1 - group.rank
-        mine = torch.full((5,), float(group.rank + 1), device=GPU)
-        into = torch.zeros(5, device=GPU)
-        group.exchange(mine, other, into, other)
-        later = torch.zeros(5, device=GPU)
-        group.begin_transfer("a message", [(mine, other)], [(later, other)])()
-        values = torch.full((3,), float(group.rank), device=GPU)
-        group.broadcast_values([values, later])
-        return [into.tolist(), later.tolist(), values.tolist()]
-
-    for rank, found in enumerate(on_ranks(2, program, backend)):
-        theirs = [float(2 - rank)] * 5
-        assert found == [theirs, [2.0] * 5, [0.0] * 3]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_tensors_of_both_memories_are_broadcast_in_one_message(backend: Any) -> None:
-    def program(context: RankContext) -> list[Any]:
-        rank = float(context.group.rank)
-        here = torch.full((3,), rank)
-        there = torch.full((2, 2), rank + 5, dtype=torch.float64, device=GPU).t()
-        context.group.broadcast_values([here, there], root=1)
-        return [told(here), told(there)]
-
-    for found in on_ranks(2, program, backend):
-        assert found == [("cpu", [1.0] * 3), ("cuda", [[6.0] * 2] * 2)]

@@ -86,5 +86,5 @@ def test_examples_stay_in_the_cpus_memory() -> None:
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     count = torch.cuda.device_count()
-    with pytest.raises(ValueError, match=f"there is no cuda:{count} here"):
+    with pytest.raises(ValueError, match=f"this machine has no cuda:{count}"):
         dure.train(small_task(), dure.SingleWorker(8, device=f"cuda:{count}"))

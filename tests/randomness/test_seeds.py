@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,63 +78,61 @@ def test_the_state_of_all_generators_brings_their_draws_back():
     assert draws() == first
 
 
-class Cuda:
-    """A process that uses CUDA, as far as generators can tell: two devices with a state each."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.states = [torch.tensor([0]), torch.tensor([0])]
-        self.begun = True
-        patch.setattr(torch.cuda, "is_initialized", lambda: self.begun)
-        patch.setattr(torch.cuda, "device_count", lambda: len(self.states))
-        patch.setattr(torch.cuda, "manual_seed_all", self.seed)
-        patch.setattr(torch.cuda, "get_rng_state_all", lambda: list(self.states))
-        patch.setattr(torch.cuda, "set_rng_state", self.set)
-
-    def seed(self, seed: int) -> None:
-        self.states = [torch.tensor([seed]) for _ in self.states]
-
-    def set(self, state: Any, device: int) -> None:
-        self.states[device] = state
+def states(device: str) -> list[torch.Tensor]:
+    """The states of the generators of an accelerator's devices."""
+    return [state.clone() for state in torch.get_device_module(device).get_rng_state_all()]
 
 
-def test_the_generators_of_gpus_are_seeded_too_where_they_are_used(monkeypatch):
-    cuda = Cuda(monkeypatch)
+def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> list[bool]:
+    return list(map(torch.equal, some, others))
+
+
+def test_the_generators_of_devices_are_seeded_too_where_they_are_used(accelerator, monkeypatch):
     seed_generators(7, "step", 3, 1)
-    assert [int(state) for state in cuda.states] == [derive(7, "step", 3, 1)] * 2
-    before = generators_state()
-    cuda.seed(5)
+    drawn = torch.rand(3, device=accelerator).cpu()
+    # The device draws by the CPU's rule.
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(derive(7, "step", 3, 1)))
+    assert torch.equal(drawn, expected)
+    before, stored = generators_state(), states(accelerator)
+    torch.rand(5, device=accelerator)
     restore_generators(before)
-    assert [int(state) for state in cuda.states] == [derive(7, "step", 3, 1)] * 2
-    cuda.begun = False
+    assert all(same(states(accelerator), stored))
+    module = torch.get_device_module(accelerator)
+    monkeypatch.setattr(module, "is_initialized", lambda: False)
     seed_generators(8, "step")
-    assert [int(state) for state in cuda.states] == [derive(7, "step", 3, 1)] * 2
-    assert "cuda" not in generators_state()
+    assert all(same(states(accelerator), stored))
+    assert accelerator not in generators_state()
 
 
-def test_generators_of_gpus_that_one_side_lacks_stay_as_they_are(monkeypatch):
-    without = generators_state()
-    cuda = Cuda(monkeypatch)
-    cuda.seed(5)
+def test_generators_of_devices_that_one_side_lacks_stay_as_they_are(accelerator):
+    whole = generators_state()
+    without = {name: state for name, state in whole.items() if name != accelerator}
+    for device in range(4):
+        torch.rand(1, device=f"{accelerator}:{device}")
+    drawn = states(accelerator)
     restore_generators(without)
-    restore_generators({**without, "cuda": [torch.tensor([6])]})
-    assert [int(state) for state in cuda.states] == [6, 5]
-    cuda.begun = False
-    restore_generators({**without, "cuda": [torch.tensor([9])]})
-    assert [int(state) for state in cuda.states] == [6, 5]
+    assert all(same(states(accelerator), drawn))
+    restore_generators({**without, accelerator: whole[accelerator][:1]})
+    assert same(states(accelerator), drawn) == [False, True, True, True]
 
 
-def test_a_model_function_that_is_the_first_to_use_cuda_draws_under_the_seed(monkeypatch):
-    cuda = Cuda(monkeypatch)
-    cuda.begun = False
-    drawn: list[int] = []
+def test_a_model_function_that_is_the_first_to_use_a_device_draws_under_the_seed(
+    accelerator, monkeypatch
+):
+    begun: list[bool] = []
+    module = torch.get_device_module(accelerator)
+    monkeypatch.setattr(module, "is_initialized", lambda: bool(begun))
+    drawn: list[torch.Tensor] = []
 
     def model() -> torch.nn.Module:
-        cuda.begun = True
-        drawn.append(int(cuda.states[0]))
+        begun.append(True)
+        drawn.append(torch.rand(1, device=accelerator).cpu())
         return network()
 
     seeded_model(small_task(model=model), 4)
-    assert drawn[-1] == derive(4, "model")
+    generator = torch.Generator().manual_seed(derive(4, "model"))
+    assert torch.equal(drawn[-1], torch.rand(1, generator=generator))
     drawn.clear()
     seeded_model(small_task(model=model), 4)
-    assert drawn == [derive(4, "model")]
+    generator.manual_seed(derive(4, "model"))
+    assert list(map(float, drawn)) == [float(torch.rand(1, generator=generator))]
