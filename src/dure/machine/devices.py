@@ -16,7 +16,7 @@ Ranks of one machine divide its devices:
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -107,15 +107,19 @@ def is_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ValueError if a device does not have numbers of this dtype, such as float64 on mps."""
-    try:
-        torch.zeros(1, dtype=dtype, device=device)
-    except (TypeError, RuntimeError) as error:
+WITHOUT_FLOAT64 = ("mps",)
+"""Types of devices that do not compute in float64 and complex128."""
+
+
+def check_dtypes(kinds: Iterable[str], dtypes: Iterable[torch.dtype]) -> None:
+    """Raise ValueError if a type of device does not have numbers of one of these dtypes."""
+    doubles = sorted({str(one) for one in dtypes} & {"torch.float64", "torch.complex128"})
+    lacking = [kind for kind in kinds if kind in WITHOUT_FLOAT64]
+    if doubles and lacking:
         raise ValueError(
-            f"{device} cannot compute in {str(dtype).removeprefix('torch.')}: use another dtype, "
-            f"or the CPU ({str(error).splitlines()[0]})"
-        ) from None
+            f"{lacking[0]} does not compute in {doubles[0].removeprefix('torch.')}: use float32, or "
+            "another device"
+        )
 
 
 # Copies.
