@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dure
-from dure.machine.devices import check_dtypes, device_of, devices_of_ranks
+from dure.machine.devices import check_device_dtypes, device_of, devices_of_ranks
 from dure.run.registry import parse_strategy
 from small import small_task
 
@@ -87,6 +87,6 @@ def test_torchrun_gives_a_rank_the_device_of_its_local_rank(
 
 def test_float64_is_refused_on_a_device_without_it() -> None:
     with pytest.raises(ValueError, match="mps does not compute in float64: use float32"):
-        check_dtypes(["cpu", "mps"], [torch.float32, torch.float64])
-    check_dtypes(["cpu", "cuda"], [torch.float64])
-    check_dtypes(["mps"], [torch.float32, torch.int64])
+        check_device_dtypes(["cpu", "mps"], [torch.float32, torch.float64])
+    check_device_dtypes(["cpu", "cuda"], [torch.float64])
+    check_device_dtypes(["mps"], [torch.float32, torch.int64])

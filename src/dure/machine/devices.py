@@ -111,14 +111,14 @@ WITHOUT_FLOAT64 = ("mps",)
 """Types of devices that do not compute in float64 and complex128."""
 
 
-def check_dtypes(kinds: Iterable[str], dtypes: Iterable[torch.dtype]) -> None:
+def check_device_dtypes(kinds: Iterable[str], dtypes: Iterable[torch.dtype]) -> None:
     """Raise ValueError if a type of device does not have numbers of one of these dtypes."""
     doubles = sorted({str(one) for one in dtypes} & {"torch.float64", "torch.complex128"})
     lacking = [kind for kind in kinds if kind in WITHOUT_FLOAT64]
     if doubles and lacking:
         raise ValueError(
-            f"{lacking[0]} does not compute in {doubles[0].removeprefix('torch.')}: use float32, or "
-            "another device"
+            f"{lacking[0]} does not compute in {doubles[0].removeprefix('torch.')}: use float32, "
+            "or another device"
         )
 
 

@@ -24,7 +24,7 @@ from dure.contracts.strategy import Proof, Strategy, World, unused_copy
 from dure.contracts.task import Task
 from dure.errors import DureError, RunFolderError, described, exit_is_a_failure, text_of
 from dure.machine.compiler import deferred_compiler
-from dure.machine.devices import check_dtypes
+from dure.machine.devices import check_device_dtypes
 from dure.machine.user_code import call_with_modules, user_modules_of
 from dure.memory.file_backed_init import in_files_like, why_not
 from dure.parallel.learner_offloading import check_device_offload
@@ -709,7 +709,7 @@ def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
     if used - {"cpu"}:
         check_device_offload(strategy.offloaded)
     tensors = [*model.parameters(), *model.buffers()]
-    check_dtypes(used, {tensor.dtype for tensor in tensors})
+    check_device_dtypes(used, {tensor.dtype for tensor in tensors})
     there = sorted({str(tensor.device) for tensor in tensors} - {"cpu", "meta"})
     if not there:
         return
