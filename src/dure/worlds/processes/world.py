@@ -27,7 +27,7 @@ from dure.collectives.roll_call import RollCall
 from dure.contracts.strategy import Kind, RankContext, World
 from dure.errors import DureError, PeerLostError, StopRun, described
 from dure.machine.cores import available_cores, threads_per_rank
-from dure.machine.devices import AUTO, devices_of_ranks, set_current
+from dure.machine.devices import AUTO, as_current, devices_of_ranks
 from dure.machine.exit_status import exit_description
 from dure.machine.global_settings import settings_here
 from dure.worlds.backend import Backend, check_backend, check_deadline
@@ -113,8 +113,8 @@ class Processes(World):
     ) -> Value:
         if self.workers == 1:
             devices = self._devices()
-            set_current(devices[0])
-            return run_in_process(program, report, "rank 0", devices=devices)
+            with as_current(devices[0]):
+                return run_in_process(program, report, "rank 0", devices=devices)
         with temporary_store(server.removes) as path:
             return self._run(path, program, report)
 
