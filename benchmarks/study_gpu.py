@@ -8,6 +8,8 @@
               (DataParallel in Threads(n, ("cuda:0",))), against one worker on it, and on the CPU
     loaders   examples a second of one worker on the GPU whose examples take long to read, with 0,
               1, 2, … loaders
+    steps     seconds of a step of ResNet-20, and of a GPT of 124 M parameters in bf16, by a single
+              worker against a loop by hand, also with both compiled (gpu_steps.py)
     alone     collectives of dure over NCCL, in a group of one rank on the one device: each gives
               what it got; microseconds of an all-reduce. More ranks need more devices
 
@@ -33,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from gpu_steps import step_rows
 from outcome import give, takes_result
 from pages import fill, table
 from torch import Tensor, nn
@@ -297,6 +300,18 @@ def rate_cells(rows: list[JSON], name: str) -> str:
     return table([name, "examples/s"], [[str(row[name]), f"{row['rate']:,.0f}"] for row in rows])
 
 
+def step_cells(rows: list[JSON]) -> str:
+    lines = [
+        [
+            row["model"],
+            *(f"{1e3 * row['seconds'][name]:.2f}" for name in ("by hand", "dure")),
+            f"{row['dure over by hand']:.3f}",
+        ]
+        for row in rows
+    ]
+    return table(["model", "by hand, ms", "dure, ms", "dure over by hand"], lines)
+
+
 def alone_cells(found: JSON) -> str:
     several = ", ".join(found["collectives"])
     return (
@@ -318,6 +333,7 @@ def measured(device: torch.device, asked: argparse.Namespace) -> JSON:
         "layers": layers,
         "threads": thread_rows(device, asked),
         "loaders": loader_rows(device, asked),
+        "steps": step_rows(device, asked.rounds, asked.small),
         "alone": alone("nccl" if device.type == "cuda" else "gloo", device, asked.rounds),
     }
 
@@ -332,6 +348,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512, help="of a training step")
     parser.add_argument("--reading", type=float, default=100, metavar="US", help="of an example")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="small models of the same kinds")
     parser.add_argument("--page", type=Path, help="the page whose tables are filled")
     takes_result(parser)
     asked = parser.parse_args()
@@ -344,6 +361,7 @@ def main() -> None:
         "layers": layer_cells(found["layers"]),
         "threads": rate_cells(found["threads"], "setup"),
         "loaders": rate_cells(found["loaders"], "loaders"),
+        "steps": step_cells(found["steps"]),
         "alone": alone_cells(found["alone"]),
     }
     for block in blocks.values():

@@ -70,7 +70,7 @@ QUICK = {
     "study_chain": "--rounds 2 --steps 1 --small",
     "study_convex": "--data DATA --tasks heart-disease --passes 1 --rates 0.1 --rhos 0.1",
     "study_families": "--parts reliability --seeds 1",
-    "study_gpu": "--device cpu --batches 4 --examples 64 --batch 8 --rounds 1",
+    "study_gpu": "--device cpu --small --batches 4 --examples 64 --batch 8 --rounds 1",
     "study_interleaving": "--ranks 2 --microbatches 4 --forward 2 --backward 4 --rounds 1",
     "study_memory": "--systems 'single worker' --large 64",
     "study_privacy": "--data DATA --quick --settings mnist heart",
