@@ -65,12 +65,14 @@ class SimulatedSplitLearner(Learner):
     where = "server"
 
     def __init__(self, task: Task, context: RankContext, seed: int, plan: SplitPlan) -> None:
+        self.device = context.device
+        task = task.on(self.device)
         self.task = task
         self.plan = plan
         self.seed = seed
         self.group = context.group
         self.conditions = context.conditions or Conditions()
-        self.model = context.model(task, seed).train()
+        self.model = context.model(task, seed).to(self.device).train()
         self.train, self.test = examples_for(task)
         joins = needs_two(self.model, self.train)
         self.parts = divide(
@@ -83,7 +85,7 @@ class SimulatedSplitLearner(Learner):
         self.shares = self.divided.shares
         self.heads = self.divided.heads
         self.tails = self.divided.tails
-        halves = SplitBuilder(self.divided, plan, trained, seed)
+        halves = SplitBuilder(self.divided, plan, trained, seed, device=self.device)
         amounts = Amounts(
             steps=[plan.local_epochs * part.batches.steps_per_epoch for part in self.parts],
             examples=[len(part.indices) for part in self.parts],
@@ -298,10 +300,11 @@ class SimulatedSplitLearner(Learner):
         self.round = state["round"]
         self.now = state["now"]
         self.order.restore(state["order"])
-        self.order.head = None if state["head"] is None else state_from_tree(state["head"])
+        head = state["head"]
+        self.order.head = None if head is None else self.heads.placed(state_from_tree(head))
         held = zip(self.clients, state["heads"], state["remembered"], strict=True)
-        for one, head, memory in held:
-            own = state_from_tree(head)
+        for one, kept, memory in held:
+            own = self.heads.placed(state_from_tree(kept))
             self.heads.check_kept(own)
             one.kept[self.order.since.get(one.name, -1)] = SplitClientState(own, memory)
         for tail, tree in zip(self.order.tails, state["tails"], strict=True):

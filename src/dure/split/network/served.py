@@ -86,12 +86,14 @@ class ServedSplitLearner(Learner):
         plan: SplitPlan,
         connect: Callable[[HostedRun], Channels],
     ) -> None:
+        self.device = context.device
+        task = task.on(self.device)
         self.task = task
         self.plan = plan
         self.seed = seed
         self.context = context
         self.group = context.group
-        self.model = context.model(task, seed).train()
+        self.model = context.model(task, seed).to(self.device).train()
         train, self.test = examples_for(task)
         self.flops, hosted = self._hosted(train)
         self.channels = connect(hosted)
@@ -141,6 +143,7 @@ class ServedSplitLearner(Learner):
             self._tells,
             lambda look: context.report({"federation": look}),
             self._kept,
+            self.device,
         )
         self.units_per_epoch = 1
         if self.heads is not None and not self._knows_head:
@@ -322,7 +325,7 @@ class ServedSplitLearner(Learner):
     def _load(self) -> None:
         """Copy the newest head and tail into the model, as far as the server has them."""
         if self._knows_head and self.heads is not None and self.order.head is not None:
-            self.heads.take(self.order.head)
+            self.heads.take(self.heads.placed(self.order.head))
         self.tails.take(self.order.tails[0].own)
 
     def weights(self) -> dict[str, Tensor]:
