@@ -77,7 +77,7 @@ def _party(
     folder = None if kept.temporary else kept.folder
     # Building an optimizer would load the compiler, which takes seconds.
     with deferred_compiler():
-        model = split_site.model_on(device, task, seed)
+        model = split_site.site_model(task, seed, device, strategy.defence)
         device = device or device_of_model(model)
         train, test = examples_for(task)
         return PartySite(

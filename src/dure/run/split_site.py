@@ -22,7 +22,7 @@ from dure.data.client_part import ClientExamples, divide
 from dure.data.examples import Examples, reader_on
 from dure.errors import DureError, WorkerFailedError, described, traceback_of
 from dure.machine.compiler import deferred_compiler
-from dure.machine.devices import device_of_model, synchronize
+from dure.machine.devices import as_current, device_of_model, synchronize
 from dure.machine.memory import keep_freed_memory
 from dure.machine.threads import threads
 from dure.split.batching import values_at
@@ -31,6 +31,7 @@ from dure.split.builders import SplitBuilder, guard_of
 from dure.split.client import SplitClient
 from dure.split.compressed import CompressedNode, exchange_of
 from dure.split.cutting import TracedDividedModel
+from dure.split.leakage.defence import Defence
 from dure.split.leakage.guard import CutValue
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.network import sizes
@@ -42,6 +43,7 @@ from dure.split.network.incoming import CutValueChecks as Crossed
 from dure.split.network.outgoing import say
 from dure.split.network.separate_parts import SeparateClientPart
 from dure.split.network.site import UNLIMITED, Identity, SiteClient, SiteLimits, SplitSite
+from dure.split.placement import model_on, needs_doubles
 from dure.split.plan import SplitPlan
 from dure.split.separate_models.form import OutputForm, decoded, encoded
 from dure.split.separate_models.sides import ClientPart
@@ -99,7 +101,12 @@ def take_part(
     """
     makes = make or _site
     site = makes(task, strategy, welcome, session, kept, name, part, known, event, limits, device)
-    with threads(welcome.machine.threads), deferred_compiler(), keep_freed_memory():
+    with (
+        threads(welcome.machine.threads),
+        deferred_compiler(),
+        keep_freed_memory(),
+        as_current(site.device),
+    ):
         while True:
             channel = session.patiently(session.channel)
             try:
@@ -146,7 +153,7 @@ def _site(
     device: torch.device | None,
 ) -> SplitSite:
     plan = strategy.of(task).plan
-    model = model_on(device, task, welcome.seed)
+    model = site_model(task, welcome.seed, device, plan.defence)
     device = device or device_of_model(model)
     task = task.on(device)
     train, test = examples_for(task)
@@ -202,10 +209,14 @@ def _site(
     )
 
 
-def model_on(device: torch.device | None, task: Task, seed: int) -> nn.Module:
-    """Return the run's new model on a device; None leaves it where the task makes it."""
-    model = seeded_model(task, seed).train()
-    return model if device is None else model.to(device)
+def site_model(task: Task, seed: int, device: torch.device | None, defence: Defence) -> nn.Module:
+    """Return the run's new model on a device; None leaves it where the task makes it.
+
+    Raises ValueError for a device without a dtype that the site needs.
+    """
+    model = seeded_model(task, seed)
+    where = device or device_of_model(model)
+    return model_on(model, where, needs_doubles(defence, averages=False))
 
 
 class CutForms(TypedDict, total=False):
@@ -350,7 +361,7 @@ def check_part(
     device: torch.device | None = None,
 ) -> Iterator[str]:
     """Try one batch up to the cut, and yield lines that describe the data to be sent."""
-    model = model_on(device, task, welcome.seed)
+    model = site_model(task, welcome.seed, device, strategy.defence)
     device = device or device_of_model(model)
     train, _ = examples_for(task)
     # A look has no number yet.

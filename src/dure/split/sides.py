@@ -179,7 +179,10 @@ class Side:
         if not self._away:
             return own
         devices = [one.device for one in self.parameters.values()]
-        groups = [self._group_of(one) for one in self.moved.values()]
+        group_of = {
+            id(one): group for group in self.optimizer.param_groups for one in group["params"]
+        }
+        groups = [group_of.get(id(one), {}) for one in self.moved.values()]
         kept = zip(own.optimizer, devices, groups, strict=True)
         found = SideState(
             weights=_on(own.weights, devices),
@@ -190,11 +193,6 @@ class Side:
         )
         pairs = zip(tree_leaves(_tree(own)), tree_leaves(_tree(found)), strict=True)
         return own if all(one is other for one, other in pairs) else found
-
-    def _group_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """Return the parameter group of the optimizer that has this parameter; else {}."""
-        groups = self.optimizer.param_groups
-        return next((one for one in groups if any(x is parameter for x in one["params"])), {})
 
     def keep(self) -> SideState:
         """Return the current state without copies, for a later `take`."""

@@ -44,6 +44,7 @@ from dure.split.leakage.meter import LeakMeter, MeteredServer
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER, client
 from dure.split.orders import Amounts
+from dure.split.placement import model_on, needs_doubles
 from dure.split.plan import SplitPlan
 from dure.split.server import TailServer
 from dure.split.states import state_from_tree, state_to_tree
@@ -72,7 +73,8 @@ class SimulatedSplitLearner(Learner):
         self.seed = seed
         self.group = context.group
         self.conditions = context.conditions or Conditions()
-        self.model = context.model(task, seed).to(self.device).train()
+        doubles = needs_doubles(plan.defence, averages=plan.rules.forgets)
+        self.model = model_on(context.model(task, seed), self.device, doubles)
         self.train, self.test = examples_for(task)
         joins = needs_two(self.model, self.train)
         self.parts = divide(

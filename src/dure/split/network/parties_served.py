@@ -44,6 +44,7 @@ from dure.split.parties.model import VerticalPart, activations_of, divide, joine
 from dure.split.parties.part import TrainedPart
 from dure.split.parties.party import Party
 from dure.split.parties.plan import VerticalPlan, ids_of
+from dure.split.placement import model_on, needs_doubles
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
@@ -179,7 +180,8 @@ class ServedVerticalLearner(Learner):
         self.seed = seed
         self.context = context
         self.where = plan.holder
-        self.model = context.model(task, seed).to(self.device).train()
+        doubles = needs_doubles(plan.defence, averages=False)
+        self.model = model_on(context.model(task, seed), self.device, doubles)
         self.train, self.test = examples_for(task)
         inputs, _ = reader_on(self.train, self.device)(torch.tensor([0]))
         self.division = divide(self.model, inputs, plan.features, plan.parties)

@@ -42,6 +42,7 @@ from dure.split.network.sizes import (
 )
 from dure.split.network.split_server import CheckInData, SplitServer
 from dure.split.orders import Amounts
+from dure.split.placement import model_on, needs_doubles
 from dure.split.plan import SplitPlan
 from dure.split.separate_models.checks import SyntheticExamples
 from dure.split.separate_models.form import check_extent, decoded
@@ -93,7 +94,8 @@ class ServedSplitLearner(Learner):
         self.seed = seed
         self.context = context
         self.group = context.group
-        self.model = context.model(task, seed).to(self.device).train()
+        doubles = needs_doubles(plan.defence, averages=plan.rules.forgets)
+        self.model = model_on(context.model(task, seed), self.device, doubles)
         train, self.test = examples_for(task)
         self.flops, hosted = self._hosted(train)
         self.channels = connect(hosted)

@@ -54,6 +54,7 @@ from dure.split.parties.model import (
 from dure.split.parties.part import TrainedPart
 from dure.split.parties.party import Party
 from dure.split.parties.plan import VerticalPlan, ids_of
+from dure.split.placement import model_on, needs_doubles
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
@@ -79,7 +80,8 @@ class SimulatedVerticalLearner(Learner):
         self.where = plan.holder
         self.group = context.group
         self.conditions = context.conditions or Conditions()
-        self.model = context.model(task, seed).to(self.device).train()
+        doubles = needs_doubles(plan.defence, averages=False)
+        self.model = model_on(context.model(task, seed), self.device, doubles)
         self.train, self.test = examples_for(task)
         inputs, _ = reader_on(self.train, self.device)(torch.tensor([0]))
         self.division = divide(self.model, inputs, plan.features, plan.parties)
