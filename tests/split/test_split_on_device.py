@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import dure
+from dure.split import placement
 from dure.tasks.parts import JoinedTask
 
 stand_in_device = pytest.importorskip("stand_in_device", exc_type=ImportError)
@@ -171,6 +172,7 @@ DEPLOYED = {
     "client": ("cpu", "acc:1", task(), InTurn(clients=1, cut=("1", "2"), compression="int8")),
     "server": ("acc:0", "", task(), Parallel(clients=1, compression="top-k:0.5")),
     "two files": ("acc:0", "acc:1", two_files(), Fed(clients=2)),
+    "peers": ("cpu", "acc:1", two_files(), InTurn(clients=2)),
     "parties": ("cpu", "acc:1", task(columns), Vertical()),
     "label party": ("acc:0", "acc:1", task(columns), Vertical(label_party=0)),
 }
@@ -233,3 +235,16 @@ def test_a_device_that_is_not_here_is_refused(tmp_path: Path) -> None:
         dure.serve(task(), InTurn(), out=tmp_path / "run", port=0, device=refused)
     with pytest.raises(ValueError, match="this machine has no acc:7"):
         dure.join("http://127.0.0.1:1", task(), state=tmp_path / "site", device=refused)
+
+
+def test_a_device_is_asked_for_the_dtypes_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.dtype] = []
+    monkeypatch.setattr(placement, "check_dtype", lambda device, dtype: asked.append(dtype))
+    for doubles in (False, True):
+        placed = placement.model_on(nn.Linear(2, 2), ACC, doubles)
+        assert next(placed.parameters()).device == ACC
+    assert asked == [torch.float32, torch.float32, torch.float64]
+    marvell, none = (dure.split.leakage.parse_defence(text) for text in ("marvell:1", "none"))
+    assert placement.needs_doubles(marvell, averages=False)
+    assert placement.needs_doubles(none, averages=True)
+    assert not placement.needs_doubles(none, averages=False)
