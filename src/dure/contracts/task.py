@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples, NoExamples
 from dure.data.rank_examples import RankDataFactory
 from dure.machine.devices import on_device
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor | float]"]
 """loss(outputs, targets) returns the mean over the batch, a scalar, or a pair (sum, count).
@@ -207,7 +210,7 @@ class Task(SuggestsArguments, common=True):
             if isinstance(examples, (DatasetExamples, RankDataFactory)):
                 object.__setattr__(self, name, examples.with_labels())
 
-    def on(self, device: torch.device) -> Task:
+    def on(self, device: torch.device) -> Self:
         """Return the task for a model on `device`: the tensors of its loss are moved there."""
         loss = on_device(self.loss, device)
         return self if loss is self.loss else replace(self, loss=loss)

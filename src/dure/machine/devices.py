@@ -19,6 +19,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -159,8 +160,8 @@ def pinned_like(tensor: Tensor) -> Tensor:
 
 
 def device_of_model(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter, or the CPU for a model without parameters."""
-    return next((parameter.device for parameter in model.parameters()), CPU)
+    """Return the device of a model's first parameter, or else of its first buffer, or the CPU."""
+    return next((one.device for one in chain(model.parameters(), model.buffers())), CPU)
 
 
 def on_device(function: Any, device: torch.device) -> Any:

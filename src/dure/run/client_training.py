@@ -82,6 +82,7 @@ class ClientTraining:
         sums: the client's knowledge for secure sums of updates; by default only the run and the
             policy.
         ask: resolves the site's own code that the server names; by default refuses all.
+        computes_on: device of the model; None leaves the model where the task makes it.
 
     Raises ValueError for a task without training data, which would occupy a place without training.
     """
@@ -98,6 +99,7 @@ class ClientTraining:
     evaluations: EvaluationBound | None = None
     sums: SecureClientContext | None = None
     ask: ReferencePolicy = refuse
+    computes_on: torch.device | None = None
     _began: dict[int, float] = field(default_factory=dict)
     _told_bad: bool = False
 
@@ -148,6 +150,8 @@ class ClientTraining:
         # Also if the server omits it: the strategy's own settings promise secure sums.
         self.holds = welcome.holds or strategy.privacy.secure is not None
         self.model = seeded_model(self.task, welcome.seed)
+        if self.computes_on is not None:
+            self.model.to(self.computes_on)
         self.device = device_of_model(self.model)
         self.clients: FederatedClients = build_client(
             strategy,

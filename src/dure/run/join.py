@@ -56,6 +56,7 @@ def join(
     owner: str = "",
     insecure: bool = False,
     rules: Sequence[str] = (),
+    device: str = "",
     stop: threading.Event | None = None,
     on_progress: Progress = _ignore,
 ) -> str:
@@ -76,6 +77,7 @@ def join(
         owner: as in `dure.run.client_site.ConnectionOptions`.
         insecure: as in `dure.run.client_site.ConnectionOptions`.
         rules: as in `dure.run.client_site.ConnectionOptions`.
+        device: as in `dure.run.client_site.ConnectionOptions`.
         stop: event that ends the client when it is set.
         on_progress: receives events, such as ("training", {"round": 3}).
 
@@ -99,9 +101,10 @@ def join(
         owner,
         insecure,
         tuple(rules),
+        device,
     )
     # Before the connection: an unusable task spends no token.
-    training = ClientTraining(task, name, part)
+    training = ClientTraining(task, name, part, computes_on=reach.computes_on)
     with opened(
         url,
         reach,
@@ -147,6 +150,7 @@ def join(
                 limits=SiteLimits(
                     policy.largest_gradient, reach.give_up_seconds, training.evaluations.another
                 ),
+                device=training.computes_on,
             )
         training.begin(welcome, None if kept.temporary else kept.memory())
         session.expects = training.forms()
@@ -171,7 +175,7 @@ def check(url: str, task: Task, reach: ConnectionOptions) -> Iterator[str]:
     machine, and the check-in is in the log of outgoing messages. Raises the errors of `join`, after
     `CHECK_SECONDS` if the server is unreachable.
     """
-    training = ClientTraining(task, reach.name, reach.part)
+    training = ClientTraining(task, reach.name, reach.part, computes_on=reach.computes_on)
     reach = replace(reach, give_up=CHECK_SECONDS / 3600)
     with opened(url, reach, threading.Event()) as site:
         kept = site.kept
@@ -189,10 +193,11 @@ def check(url: str, task: Task, reach: ConnectionOptions) -> Iterator[str]:
             yield f"trust: {trust}"
         check_data_asks(task, strategy, strategy.kind)
         if isinstance(strategy, Split):
-            yield from check_part(task, strategy, welcome, reach.part)
+            yield from check_part(task, strategy, welcome, reach.part, training.computes_on)
             return
         if isinstance(strategy, VerticalSplit):
-            yield from party_site.check_part(task, strategy, welcome, kept, reach.part)
+            device = training.computes_on
+            yield from party_site.check_part(task, strategy, welcome, kept, reach.part, device)
             return
         training.begin(welcome, None)
         sent = training.would_send()

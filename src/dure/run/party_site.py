@@ -9,9 +9,11 @@ from functools import partial
 import msgspec
 import torch
 
-from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
+from dure.data.examples import reader_on
 from dure.machine.compiler import deferred_compiler
+from dure.machine.devices import device_of_model, synchronize
 from dure.run import split_site
 from dure.run.split_site import Progress
 from dure.split.network.control import Hello
@@ -39,10 +41,11 @@ def _site(
     known: Mapping[int, str] | None,
     event: Progress,
     limits: SiteLimits,
+    device: torch.device | None,
 ) -> PartySite:
     run = welcome.run
     folder = None if kept.temporary else kept.folder
-    site = _party(task, strategy, welcome, welcome.client, kept, event)
+    site = _party(task, strategy, welcome, welcome.client, kept, event, device)
     box = (
         BoxKey.make() if folder is None else BoxKey.load_or_create(folder / split_site.box_of(run))
     )
@@ -64,6 +67,7 @@ def _party(
     number: int,
     kept: ClientState,
     event: Progress,
+    device: torch.device | None,
 ) -> PartySite:
     """Return the site of the party with this number among the joined parties.
 
@@ -73,10 +77,21 @@ def _party(
     folder = None if kept.temporary else kept.folder
     # Building an optimizer would load the compiler, which takes seconds.
     with deferred_compiler():
-        model = seeded_model(task, seed).train()
+        model = split_site.site_model(task, seed, device, strategy.defence)
+        device = device or device_of_model(model)
         train, test = examples_for(task)
         return PartySite(
-            task, model, train, test, strategy.plan, number, seed, folder, welcome.run, event
+            task.on(device),
+            model,
+            train,
+            test,
+            strategy.plan,
+            number,
+            seed,
+            folder,
+            welcome.run,
+            event,
+            device,
         )
 
 
@@ -85,17 +100,23 @@ take_part = partial(split_site.take_part, make=_site)
 
 
 def check_part(
-    task: Task, strategy: VerticalSplit, welcome: Welcome, kept: ClientState, part: int | None
+    task: Task,
+    strategy: VerticalSplit,
+    welcome: Welcome,
+    kept: ClientState,
+    part: int | None,
+    device: torch.device | None = None,
 ) -> Iterator[str]:
     """Try one batch of the head and yield lines that describe the data to be sent."""
     # A dry run has no number yet.
     number = max(welcome.client, part or 0, 0)
-    site = _party(task, strategy, welcome, number, kept, lambda what, about: None)
+    site = _party(task, strategy, welcome, number, kept, lambda what, about: None, device)
     size = strategy.batch_size or len(site.known)
-    inputs, _ = site.train.batch(site.known[:size])
+    inputs, _ = reader_on(site.train, site.device)(site.known[:size])
     with deferred_compiler(), torch.no_grad(), in_mode(site.part.module, training=False):
         began = time.perf_counter()
         values = site.part.module(select(inputs, site.columns))
+        synchronize(site.device)
         seconds = time.perf_counter() - began
     columns = ", ".join(map(str, site.columns))
     yield f"training: the head of {site.name} took {seconds:.3f} s for a batch of {len(values)}"

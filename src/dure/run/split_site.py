@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import msgspec
 import torch
 from msgspec.structs import replace
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.collectives.compression import Compression
 from dure.collectives.group import Group
@@ -19,9 +19,10 @@ from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.client_part import ClientExamples, divide
-from dure.data.examples import Examples
+from dure.data.examples import Examples, reader_on
 from dure.errors import DureError, WorkerFailedError, described, traceback_of
 from dure.machine.compiler import deferred_compiler
+from dure.machine.devices import as_current, device_of_model, synchronize
 from dure.machine.memory import keep_freed_memory
 from dure.machine.threads import threads
 from dure.split.batching import values_at
@@ -30,6 +31,7 @@ from dure.split.builders import SplitBuilder, guard_of
 from dure.split.client import SplitClient
 from dure.split.compressed import CompressedNode, exchange_of
 from dure.split.cutting import TracedDividedModel
+from dure.split.leakage.defence import Defence
 from dure.split.leakage.guard import CutValue
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.network import sizes
@@ -41,6 +43,7 @@ from dure.split.network.incoming import CutValueChecks as Crossed
 from dure.split.network.outgoing import say
 from dure.split.network.separate_parts import SeparateClientPart
 from dure.split.network.site import UNLIMITED, Identity, SiteClient, SiteLimits, SplitSite
+from dure.split.placement import model_on, needs_doubles
 from dure.split.plan import SplitPlan
 from dure.split.separate_models.form import OutputForm, decoded, encoded
 from dure.split.separate_models.sides import ClientPart
@@ -76,6 +79,7 @@ def take_part(
     known: Mapping[int, str] | None,
     event: Progress,
     limits: SiteLimits = UNLIMITED,
+    device: torch.device | None = None,
     make: Callable[..., Any] | None = None,
 ) -> str:
     """Train until the run ends, and return the reason. Raises the errors of `dure.join`.
@@ -92,10 +96,17 @@ def take_part(
         known: public keys or fingerprints of the other clients, by number; None if unknown.
         event: receives progress.
         limits: limits that the site imposes on its server.
+        device: device on which the client computes; None for the device of the task's model.
         make: function that makes the site; None for that of `Split`.
     """
-    site = (make or _site)(task, strategy, welcome, session, kept, name, part, known, event, limits)
-    with threads(welcome.machine.threads), deferred_compiler(), keep_freed_memory():
+    makes = make or _site
+    site = makes(task, strategy, welcome, session, kept, name, part, known, event, limits, device)
+    with (
+        threads(welcome.machine.threads),
+        deferred_compiler(),
+        keep_freed_memory(),
+        as_current(site.device),
+    ):
         while True:
             channel = session.patiently(session.channel)
             try:
@@ -139,9 +150,12 @@ def _site(
     known: Mapping[int, str] | None,
     event: Progress,
     limits: SiteLimits,
+    device: torch.device | None,
 ) -> SplitSite:
     plan = strategy.of(task).plan
-    model = seeded_model(task, welcome.seed).train()
+    model = site_model(task, welcome.seed, device, plan.defence)
+    device = device or device_of_model(model)
+    task = task.on(device)
     train, test = examples_for(task)
     key = session.key
     # Not the run's seed: the server knows it, and could subtract the same noise and label flips.
@@ -160,10 +174,10 @@ def _site(
     if isinstance(task, HeadTask):
         assert isinstance(model, ModelParts)
         part_of = ClientPart(task, model, train, batch, welcome.seed)
-        side = _HeadSide(part_of, losses, secret)
+        side = _HeadSide(part_of, losses, secret, device)
     else:
         cut = TracedDividedModel(task, model, plan.at, batch, welcome.seed, losses)
-        side = _CutSide(cut, plan.compression, secret)
+        side = _CutSide(cut, plan.compression, secret, device)
     hello = Hello(
         examples=len(own.indices),
         member=msgspec.json.encode(member),
@@ -191,7 +205,18 @@ def _site(
         folder,
         event,
         limits,
+        device,
     )
+
+
+def site_model(task: Task, seed: int, device: torch.device | None, defence: Defence) -> nn.Module:
+    """Return the run's new model on a device; None leaves it where the task makes it.
+
+    Raises ValueError for a device without a dtype that the site needs.
+    """
+    model = seeded_model(task, seed)
+    where = device or device_of_model(model)
+    return model_on(model, where, needs_doubles(defence, averages=False))
 
 
 class CutForms(TypedDict, total=False):
@@ -204,8 +229,15 @@ class CutForms(TypedDict, total=False):
 class _CutSide:
     """A client that has the whole model, and trains its part."""
 
-    def __init__(self, divided: TracedDividedModel, compression: Compression, secret: int) -> None:
+    def __init__(
+        self,
+        divided: TracedDividedModel,
+        compression: Compression,
+        secret: int,
+        device: torch.device,
+    ) -> None:
         self._divided = divided
+        self._device = device
         self._compression = compression
         self._secret = secret
 
@@ -228,9 +260,8 @@ class _CutSide:
             )
         divided = self._divided
         heads = divided.heads
-        machine = SplitBuilder(divided, plan, train, welcome.seed, self._secret).client(
-            welcome.client, heads.own(), own
-        )
+        makes = SplitBuilder(divided, plan, train, welcome.seed, self._secret, self._device)
+        machine = makes.client(welcome.client, heads.own(), own)
         exchange = exchange_of(plan.compression, divided.cut)
         crossing = sizes.crossing_of_cut(divided.cut, _most_examples(divided.task, own))
         leaving = [one.differentiable for one in values_at(divided.cut, 0, divided.cut.examples)]
@@ -253,8 +284,11 @@ class _CutSide:
 class _HeadSide:
     """A client that has only the head."""
 
-    def __init__(self, part: ClientPart, losses: CountedLoss, secret: int) -> None:
+    def __init__(
+        self, part: ClientPart, losses: CountedLoss, secret: int, device: torch.device
+    ) -> None:
         self._part = part
+        self._device = device
         self._losses = losses
         self._secret = secret
 
@@ -285,6 +319,7 @@ class _HeadSide:
             welcome.seed,
             lambda *_: 0.0,
             guard_of(plan.defence, lambda: self._crossings(arriving), self._secret, welcome.client),
+            self._device,
         )
         at_client = SeparateClientPart(self._part, arriving)
         examples = _most_examples(self._part.task, own)
@@ -318,9 +353,16 @@ class _HeadSide:
         return [form.crossings() for form in forms]
 
 
-def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) -> Iterator[str]:
+def check_part(
+    task: Task,
+    strategy: Split,
+    welcome: Welcome,
+    part: int | None,
+    device: torch.device | None = None,
+) -> Iterator[str]:
     """Try one batch up to the cut, and yield lines that describe the data to be sent."""
-    model = seeded_model(task, welcome.seed).train()
+    model = site_model(task, welcome.seed, device, strategy.defence)
+    device = device or device_of_model(model)
     train, _ = examples_for(task)
     # A look has no number yet.
     seen = replace(welcome, client=max(welcome.client, part or 0, 0))
@@ -335,12 +377,13 @@ def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) 
             losses = CountedLoss(task.loss, train)
             divided = TracedDividedModel(task, model, plan.at, batch, welcome.seed, losses)
             crosses = divided.message_bytes(plan.compression)[0]
-        inputs, _ = train.batch(own.indices[:batch])
+        inputs, _ = reader_on(train, device)(own.indices[:batch])
         began = time.perf_counter()
         if isinstance(model, ModelParts):
             model.only("head")(inputs)
         else:
             model(inputs)
+        synchronize(device)
         seconds = time.perf_counter() - began
     what = "the head" if isinstance(task, HeadTask) else "the whole model"
     yield f"training: the forward pass of {what} took {seconds:.3f} s for a batch of {batch}"

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from dure.data.client_part import ClientExamples
 from dure.data.examples import Examples
+from dure.machine.devices import CPU
 from dure.randomness.seeds import generator
 from dure.split.client import SplitClient
 from dure.split.divided_model import DividedModel
@@ -33,6 +34,7 @@ class SplitBuilder:
 
     examples: the training examples; a remote server has some similar examples. secret: seed of a
     client's defence if the server, which knows `seed`, must not be able to draw the same noise.
+    device: on which the clients compute.
     """
 
     divided: DividedModel
@@ -40,6 +42,7 @@ class SplitBuilder:
     examples: Examples
     seed: int
     secret: int | None = None
+    device: torch.device = CPU
 
     def server(
         self,
@@ -77,6 +80,7 @@ class SplitBuilder:
             self.seed,
             seconds,
             self._guard(number),
+            self.device,
         )
 
     def _guard(self, number: int) -> Guard | None:

@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from dure.data.examples import Examples
+from dure.data.examples import Examples, reader_on
 from dure.errors import DureError, StateError
+from dure.machine.devices import CPU
 from dure.parallel.pipeline.stage import Microbatch
 from dure.parallel.pipeline.trace import leaves_of
 from dure.randomness.seeds import seed_generators
@@ -101,6 +103,7 @@ class SplitClient:
         seed: the run's seed.
         seconds: `seconds(examples, stages, backward)` returns the duration of a pass.
         guard: defence of the outgoing values; None without a defence.
+        device: device of its stages, on which its batches are read.
     """
 
     def __init__(
@@ -114,12 +117,14 @@ class SplitClient:
         seed: int,
         seconds: Callable[[int, Sequence[int], bool], float],
         guard: Guard | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.number = number
         self.name = messages.client(number)
         self.party = party
         self.rules = rules
         self.examples = examples
+        self.batch = reader_on(examples, device)
         self.at = at
         self.losses = losses
         self.seed = seed
@@ -256,7 +261,7 @@ class SplitClient:
         indices = self.at(taken)
         if self.examples.draws:
             seed_generators(self.seed, "read", taken, self.number, everything=True)
-        inputs, targets = self.examples.batch(indices)
+        inputs, targets = self.batch(indices)
         return indices, Microbatch(len(indices), LossShare(1.0, 1.0), lambda: (inputs, targets))
 
     def _end_of_model(self, outputs: Outputs, now: float) -> list[Envelope]:

@@ -14,12 +14,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from typing import Any
 
 from torch import nn
 
 from dure.collectives.compression import Compression
 from dure.contracts.strategy import Proof, examples_for, unused_copy
 from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.machine.devices import device_of_model, to_device
 from dure.parallel.mesh.check import sample
 from dure.parallel.optimizer_sharding import check_parameter_wise
 from dure.parallel.pipeline.balance import costs_of
@@ -187,12 +190,17 @@ def cut_at(task: Task, model: nn.Module, at: Sequence[str], examples: int) -> Cu
     """
     check_at(at)
     train, test = examples_for(task)
+    device = device_of_model(model)
+
+    def sample_of(source: Examples, count: int) -> Any:
+        return to_device(sample(source, count), device)
+
     cut = CutModel(
         model,
-        partial(sample, train),
+        partial(sample_of, train),
         stages=len(at) + 1,
         examples=examples,
-        test=None if test is None else partial(sample, test),
+        test=None if test is None else partial(sample_of, test),
     )
     cut.decide(starts_of(cut.reference, at))
     _check_apart(cut)
@@ -290,7 +298,7 @@ def prove(task: Task, model: nn.Module, cut: CutModel) -> Proof | None:
     prove_cut(
         cut,
         twin,
-        others=sample(train, cut.examples, backwards=True),
+        others=to_device(sample(train, cut.examples, backwards=True), device_of_model(cut.model)),
         evaluation=0,
         parts_gradients=False,
         recompute=False,

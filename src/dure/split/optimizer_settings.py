@@ -190,5 +190,10 @@ def _is_same(first: Any, value: Any) -> bool:
 
 
 def _as(first: Any, value: Any) -> Any:
-    """Return a value from a message or file with the original type: tuples arrive as lists."""
+    """Return a value from a message or file with the original type and device.
+
+    Tuples arrive as lists, and tensors in the CPU's memory.
+    """
+    if isinstance(first, Tensor) and isinstance(value, Tensor):
+        return value.to(first.device)
     return tuple(value) if isinstance(first, tuple) and isinstance(value, list) else value

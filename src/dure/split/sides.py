@@ -25,10 +25,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from dure.contracts.lr_schedule import ScheduledRates
 from dure.contracts.task import Task
 from dure.errors import RunFolderError
+from dure.machine.devices import device_of_model, is_cpu
 from dure.parallel.pipeline.stage import Microbatch
 from dure.split.messages import SideState
 from dure.split.optimizer_settings import (
@@ -40,6 +42,7 @@ from dure.split.optimizer_settings import (
 )
 from dure.tasks.gradient_transforms import GradientTransforms
 from dure.tasks.loss_shares import ComputedLoss, CountedLoss, LossShare
+from dure.tensors.optimizer_state import entries_on
 
 StageLoss = Callable[[Any, Any, int, LossShare], ComputedLoss]
 """loss(outputs, targets, examples, share), as for the last stage of a pipeline."""
@@ -121,6 +124,8 @@ class Side:
         """State whose optimizer state and settings the optimizer has."""
         self.trimming = GradientTransforms(task, self.moved.items())
         self.written = stages.written()
+        self._away = not is_cpu(device_of_model(stages.model))
+        """Whether the tensors of the side are on an accelerator."""
         self._task = task
         self._begin_optimizer()
 
@@ -165,6 +170,29 @@ class Side:
         for buffer, value in zip(self.buffers(), own.buffers, strict=True):
             buffer.data = value
         self._taken = own
+
+    def placed(self, own: SideState) -> SideState:
+        """Return a state on the devices of this side's tensors; `own` itself if it is there.
+
+        A state from a file or a message is in the CPU's memory.
+        """
+        if not self._away:
+            return own
+        devices = [one.device for one in self.parameters.values()]
+        group_of = {
+            id(one): group for group in self.optimizer.param_groups for one in group["params"]
+        }
+        groups = [group_of.get(id(one), {}) for one in self.moved.values()]
+        kept = zip(own.optimizer, devices, groups, strict=True)
+        found = SideState(
+            weights=_on(own.weights, devices),
+            buffers=_on(own.buffers, [one.device for one in self.buffers()]),
+            optimizer=tuple(entries_on(*each) for each in kept),
+            groups=own.groups,
+            shared=own.shared,
+        )
+        pairs = zip(tree_leaves(_tree(own)), tree_leaves(_tree(found)), strict=True)
+        return own if all(one is other for one, other in pairs) else found
 
     def keep(self) -> SideState:
         """Return the current state without copies, for a later `take`."""
@@ -255,7 +283,7 @@ class SideRunner:
     def __init__(self, side: Side, own: SideState, number: int) -> None:
         self.side = side
         self.number = number
-        self._own = own
+        self._own = side.placed(own)
         self._left: tuple[Sequence[Tensor | None], int] | None = None
         """Gradients and step of a pending update."""
         self._stages = {stage: side.stages.stage(stage) for stage in side.numbers}
@@ -271,7 +299,7 @@ class SideRunner:
     @own.setter
     def own(self, own: SideState) -> None:
         self._left = None
-        self._own = own
+        self._own = self.side.placed(own)
 
     def forward(
         self, stage: int, step: int, batch: Microbatch, received: Sequence[Tensor]
@@ -388,6 +416,15 @@ def copied(own: SideState) -> SideState:
 def without_optimizer_state(own: SideState) -> SideState:
     """Return the same weights with an empty optimizer state."""
     return SideState(own.weights, own.buffers, tuple({} for _ in own.optimizer), ())
+
+
+def _on(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
+    return tuple(one.to(device) for one, device in zip(tensors, devices, strict=True))
+
+
+def _tree(own: SideState) -> tuple[Any, ...]:
+    """Return the tensors that have a device of their own."""
+    return own.weights, own.buffers, [dict(one) for one in own.optimizer]
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:

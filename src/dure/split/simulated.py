@@ -44,6 +44,7 @@ from dure.split.leakage.meter import LeakMeter, MeteredServer
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER, client
 from dure.split.orders import Amounts
+from dure.split.placement import model_on, needs_doubles
 from dure.split.plan import SplitPlan
 from dure.split.server import TailServer
 from dure.split.states import state_from_tree, state_to_tree
@@ -65,12 +66,15 @@ class SimulatedSplitLearner(Learner):
     where = "server"
 
     def __init__(self, task: Task, context: RankContext, seed: int, plan: SplitPlan) -> None:
+        self.device = context.device
+        task = task.on(self.device)
         self.task = task
         self.plan = plan
         self.seed = seed
         self.group = context.group
         self.conditions = context.conditions or Conditions()
-        self.model = context.model(task, seed).train()
+        doubles = needs_doubles(plan.defence, averages=plan.rules.forgets)
+        self.model = model_on(context.model(task, seed), self.device, doubles)
         self.train, self.test = examples_for(task)
         joins = needs_two(self.model, self.train)
         self.parts = divide(
@@ -83,7 +87,7 @@ class SimulatedSplitLearner(Learner):
         self.shares = self.divided.shares
         self.heads = self.divided.heads
         self.tails = self.divided.tails
-        halves = SplitBuilder(self.divided, plan, trained, seed)
+        halves = SplitBuilder(self.divided, plan, trained, seed, device=self.device)
         amounts = Amounts(
             steps=[plan.local_epochs * part.batches.steps_per_epoch for part in self.parts],
             examples=[len(part.indices) for part in self.parts],
@@ -298,10 +302,11 @@ class SimulatedSplitLearner(Learner):
         self.round = state["round"]
         self.now = state["now"]
         self.order.restore(state["order"])
-        self.order.head = None if state["head"] is None else state_from_tree(state["head"])
+        head = state["head"]
+        self.order.head = None if head is None else self.heads.placed(state_from_tree(head))
         held = zip(self.clients, state["heads"], state["remembered"], strict=True)
-        for one, head, memory in held:
-            own = state_from_tree(head)
+        for one, kept, memory in held:
+            own = self.heads.placed(state_from_tree(kept))
             self.heads.check_kept(own)
             one.kept[self.order.since.get(one.name, -1)] = SplitClientState(own, memory)
         for tail, tree in zip(self.order.tails, state["tails"], strict=True):

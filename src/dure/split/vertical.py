@@ -35,7 +35,9 @@ from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy,
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part
 from dure.data.batches import check_batch_size
+from dure.data.examples import reader_on
 from dure.fleet.conditions import Conditions
+from dure.machine.devices import device_of_model
 from dure.parallel.optimizer_sharding import check_element_wise, check_parameter_wise
 from dure.settings import parse_fields
 from dure.split.alignment import check_library, id_texts
@@ -192,7 +194,7 @@ class VerticalSplit(Strategy):
     def _divided(self, task: Task, model: nn.Module) -> tuple[VerticalDivision, list[Tensor]]:
         """Return the division of the model, and the heads' outputs for an example."""
         train, _ = examples_for(task)
-        inputs, _ = train.batch(torch.tensor([0]))
+        inputs, _ = reader_on(train, device_of_model(model))(torch.tensor([0]))
         division = divide(model, inputs, self.plan.features, self.parties)
         return division, activations_of(division, inputs)
 

@@ -16,7 +16,7 @@ and together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -189,6 +189,13 @@ class JoinedTask(Task):
 
     head: HeadTask = field(kw_only=True)
     tail: TailTask = field(kw_only=True)
+
+    def on(self, device: torch.device) -> JoinedTask:
+        own = super().on(device)
+        head, tail = self.head.on(device), self.tail.on(device)
+        if own is self and head is self.head and tail is self.tail:
+            return self
+        return replace(own, head=head, tail=tail)
 
 
 PartTask = HeadTask | TailTask

@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -46,6 +47,23 @@ def free_optimizer(optimizer: Any) -> None:
     # An object that only has a step method may store its state anywhere.
     if isinstance(optimizer, Optimizer):
         optimizer.state.clear()
+
+
+def entries_on(
+    entries: Mapping[str, Any], device: torch.device, group: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return a parameter's state on the parameter's device, by the rule of `load_state_dict`.
+
+    group: settings of the parameter's group. The count of steps stays where it is, unless the
+    optimizer computes with it on the device.
+    """
+    counts = not (group.get("capturable") or group.get("fused"))
+    return {
+        name: value.to(device)
+        if isinstance(value, Tensor) and not (counts and name == "step")
+        else value
+        for name, value in entries.items()
+    }
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -54,8 +54,8 @@ class Defence(CheckedSettings):
         """Return the protected gradients and the new state.
 
         rows: of shape (n, d). positive: whether each example has the label 1, of shape (n,); None
-        if labels are not 0 and 1. draws: generator of the noise. memory: the state after the batch
-        before.
+        if labels are not 0 and 1. draws: generator of the noise, on the CPU. memory: the state
+        after the batch before.
         """
         return rows, memory
 

@@ -141,6 +141,8 @@ def noisy(
         spread: variances of the noise.
         draws: generator of the noise.
     """
+    # The state may come from a file.
+    difference = difference.to(rows.device)
     length = float(difference.norm())
     if not length:
         return rows

@@ -29,10 +29,11 @@ import msgspec
 import torch
 from torch import Tensor
 
+from dure.machine.devices import is_cpu, to_device
 from dure.protocol.encoding import ALIGNED, aligned, may_be_shape, view_at
 from dure.record.weights import DTYPES, elements_of
 from dure.split import alignment
-from dure.split.messages import Message, SideState, Smashed
+from dure.split.messages import HeadGradients, Message, SideState, Smashed
 from dure.split.network.control import Control
 from dure.split.network.parties_control import PartiesControl
 from dure.split.optimizer_settings import is_portable
@@ -120,6 +121,22 @@ def decode(content: Buffer, most: int | None = None) -> Frame:
     if header > MOST_HEADER or _HEAD.size + header > size:
         raise SplitFrameError(f"a header of {header:,} bytes is too long for a frame of {size:,}")
     return _OWN.reader.message(_writable(content), _HEAD.size + header)
+
+
+def values_on(message: Any, device: torch.device) -> Any:
+    """Return a message with the values at the cut, their gradients and targets on a device.
+
+    Heads, and gradients of heads that are to be added up, stay in the CPU's memory, and so do
+    sealed heads and the points of an alignment. `encode` takes tensors of any device.
+    """
+    if is_cpu(device) or isinstance(message, HeadGradients):
+        return message
+    moved = {
+        name: to_device(getattr(message, name), device)
+        for name in ("values", "targets")
+        if getattr(message, name, None) is not None
+    }
+    return msgspec.structs.replace(message, **moved) if moved else message
 
 
 class _Reader:

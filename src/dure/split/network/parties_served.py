@@ -20,6 +20,7 @@ from dure.contracts.channels import Channels, HostedRun
 from dure.contracts.strategy import Learner, RankContext, StepResult, examples_for
 from dure.contracts.task import Task
 from dure.data.batches import Batches
+from dure.data.examples import reader_on
 from dure.errors import DureError, RunFolderError
 from dure.machine.threads import threads_for
 from dure.randomness.seeds import generator
@@ -43,6 +44,7 @@ from dure.split.parties.model import VerticalPart, activations_of, divide, joine
 from dure.split.parties.part import TrainedPart
 from dure.split.parties.party import Party
 from dure.split.parties.plan import VerticalPlan, ids_of
+from dure.split.placement import model_on, needs_doubles
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
@@ -171,14 +173,17 @@ class ServedVerticalLearner(Learner):
         plan: VerticalPlan,
         connect: Callable[[HostedRun], Channels],
     ) -> None:
+        self.device = context.device
+        task = task.on(self.device)
         self.task = task
         self.plan = plan
         self.seed = seed
         self.context = context
         self.where = plan.holder
-        self.model = context.model(task, seed).train()
+        doubles = needs_doubles(plan.defence, averages=False)
+        self.model = model_on(context.model(task, seed), self.device, doubles)
         self.train, self.test = examples_for(task)
-        inputs, _ = self.train.batch(torch.tensor([0]))
+        inputs, _ = reader_on(self.train, self.device)(torch.tensor([0]))
         self.division = divide(self.model, inputs, plan.features, plan.parties)
         self.activations = activations_of(self.division, inputs)
         self.parties = len(self.division.heads)
@@ -213,6 +218,7 @@ class ServedVerticalLearner(Learner):
             self._tells,
             lambda look: context.report({"federation": look}),
             context.interrupted,
+            self.device,
         )
         rows = self._aligned(entrance) if plan.align else self._all_rows(entrance)
         self.examples = len(rows)
@@ -300,7 +306,7 @@ class ServedVerticalLearner(Learner):
         # Derived from the private key: a party that knew the seed could subtract the noise.
         drawn = self.channels.key.seed(f"defences of {self.channels.run}")
         labelled = relabelled(plan.defence, self.train, drawn)
-        table = AlignedExamples(labelled, rows, seed)
+        table = AlignedExamples(labelled, rows, seed, self.device)
         guarded = GuardedGradients(
             plan.defence,
             others,
@@ -388,7 +394,7 @@ class ServedVerticalLearner(Learner):
         with in_mode(tail, training=False):
             for rows in torch.split(torch.arange(count), self.task.eval_batch_size):
                 values = self._test_activations(rows)
-                _, targets = self.test.batch(rows)
+                _, targets = reader_on(self.test, self.device)(rows)
                 outputs = tail(joined(values, self.division.join))
                 measurement.add(outputs, targets, len(rows))
         values_of = measurement.values(self.context.group)
@@ -401,7 +407,7 @@ class ServedVerticalLearner(Learner):
         found: list[Tensor] = []
         for number in range(self.parties):
             if number == self.plan.label_party:
-                inputs, _ = self.test.batch(rows)
+                inputs, _ = reader_on(self.test, self.device)(rows)
                 head = self.division.heads[number].module
                 with in_mode(head, training=False):
                     found.append(head(select(inputs, self.division.features[number])))

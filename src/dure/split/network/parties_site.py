@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from dure.contracts.task import Task
 from dure.data.batches import Batches
-from dure.data.examples import Examples
+from dure.data.examples import Examples, reader_on
 from dure.errors import PolicyError, RunFolderError, StateError
+from dure.machine.devices import CPU
 from dure.record.checkpoint import read_tree, write_tree
 from dure.record.disk import write_atomically
 from dure.record.weights import weights_to_bytes
@@ -26,7 +27,7 @@ from dure.split.alignment import AlignedParty, Blinded, Common
 from dure.split.gradient_bound import GradientBound
 from dure.split.network import sizes
 from dure.split.network.control import Hello, RosterMembers
-from dure.split.network.frames import Frame, decode, encode
+from dure.split.network.frames import Frame, decode, encode, values_on
 from dure.split.network.incoming import ProgressTimeout
 from dure.split.network.outgoing import ServerChannel, say
 from dure.split.network.parties_control import (
@@ -70,6 +71,7 @@ class PartySite:
         folder: folder of its state; None keeps the state in memory.
         run: identifier of the run.
         event: receives events for the log.
+        device: device of the model.
 
     Raises:
         ValueError: the plan does not fit the task.
@@ -87,7 +89,9 @@ class PartySite:
         folder: Path | None,
         run: str,
         event: Event,
+        device: torch.device = CPU,
     ) -> None:
+        self.device = device
         self.plan = plan
         self.seed = seed
         self.train = train
@@ -95,7 +99,7 @@ class PartySite:
         self.folder = folder
         self.run = run
         self.event = event
-        inputs, _ = train.batch(torch.tensor([0]))
+        inputs, _ = reader_on(train, device)(torch.tensor([0]))
         division = divide(model, inputs, plan.features, plan.parties)
         self.number = plan.others(len(division.heads))[client]
         self.name = party(self.number)
@@ -179,7 +183,7 @@ class PartySite:
         if isinstance(frame, Blinded | Common) and self._aligning is not None:
             return self._aligns(self._aligning, frame)
         if isinstance(frame, BeginStep | ActivationGradients) and self._party is not None:
-            return self._trains(self._party, frame)
+            return self._trains(self._party, values_on(frame, self.device))
         raise StateError(f"the server sends {type(frame).__name__}, which is not expected")
 
     def _trains(self, own: Party, message: BeginStep | ActivationGradients) -> list[Any]:
@@ -199,7 +203,7 @@ class PartySite:
                 f"{self.name} has {has} rows: all parties need their columns of the same people"
             )
         self._check_measurement(asked.first, until)
-        inputs, _ = self.test.batch(torch.arange(asked.first, until))
+        inputs, _ = reader_on(self.test, self.device)(torch.arange(asked.first, until))
         with in_mode(self.part.module, training=False):
             values: Tensor = self.part.module(select(inputs, self.columns))
         return values.contiguous()
@@ -282,7 +286,7 @@ class PartySite:
             self.number,
             self.plan.holder,
             self.part,
-            AlignedExamples(self.train, rows, self.seed).reader(self.columns),
+            AlignedExamples(self.train, rows, self.seed, self.device).reader(self.columns),
             batches,
             self.seed,
             lambda examples, back: 0.0,

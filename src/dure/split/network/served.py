@@ -42,6 +42,7 @@ from dure.split.network.sizes import (
 )
 from dure.split.network.split_server import CheckInData, SplitServer
 from dure.split.orders import Amounts
+from dure.split.placement import model_on, needs_doubles
 from dure.split.plan import SplitPlan
 from dure.split.separate_models.checks import SyntheticExamples
 from dure.split.separate_models.form import check_extent, decoded
@@ -86,12 +87,15 @@ class ServedSplitLearner(Learner):
         plan: SplitPlan,
         connect: Callable[[HostedRun], Channels],
     ) -> None:
+        self.device = context.device
+        task = task.on(self.device)
         self.task = task
         self.plan = plan
         self.seed = seed
         self.context = context
         self.group = context.group
-        self.model = context.model(task, seed).train()
+        doubles = needs_doubles(plan.defence, averages=plan.rules.forgets)
+        self.model = model_on(context.model(task, seed), self.device, doubles)
         train, self.test = examples_for(task)
         self.flops, hosted = self._hosted(train)
         self.channels = connect(hosted)
@@ -141,6 +145,7 @@ class ServedSplitLearner(Learner):
             self._tells,
             lambda look: context.report({"federation": look}),
             self._kept,
+            self.device,
         )
         self.units_per_epoch = 1
         if self.heads is not None and not self._knows_head:
@@ -322,7 +327,7 @@ class ServedSplitLearner(Learner):
     def _load(self) -> None:
         """Copy the newest head and tail into the model, as far as the server has them."""
         if self._knows_head and self.heads is not None and self.order.head is not None:
-            self.heads.take(self.order.head)
+            self.heads.take(self.heads.placed(self.order.head))
         self.tails.take(self.order.tails[0].own)
 
     def weights(self) -> dict[str, Tensor]:

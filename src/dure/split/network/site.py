@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.contracts.task import Task
-from dure.data.examples import Examples
+from dure.data.examples import Examples, reader_on
 from dure.errors import RunFolderError, StateError
 from dure.fleet.virtual_network import Envelope, Node
+from dure.machine.devices import CPU
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.checkpoint import read_tree, write_tree
 from dure.record.disk import write_atomically
@@ -41,7 +42,7 @@ from dure.split.network.control import (
     RosterMembers,
     SealedHead,
 )
-from dure.split.network.frames import Frame, SplitFrameError, decode, encode
+from dure.split.network.frames import Frame, SplitFrameError, decode, encode, values_on
 from dure.split.network.incoming import CheckedClient, ProgressTimeout
 from dure.split.network.outgoing import ServerChannel, say
 from dure.split.states import state_from_tree, state_to_tree
@@ -165,6 +166,7 @@ class SplitSite:
         folder: folder of its state; None keeps the state in memory.
         event: receives events for the log.
         limits: the limits of the site.
+        device: device of the model.
     """
 
     def __init__(
@@ -179,8 +181,10 @@ class SplitSite:
         folder: Path | None,
         event: Callable[[str, Mapping[str, object]], None],
         limits: SiteLimits = UNLIMITED,
+        device: torch.device = CPU,
     ) -> None:
         self.limits = limits
+        self.device = device
         self.patience = ProgressTimeout(limits.give_up)
         self.task = task
         self.identity = identity
@@ -275,7 +279,7 @@ class SplitSite:
     def _trains(self, sender: str, message: Any) -> list[Frame]:
         self._tells(message)
         with self._as_drawn():
-            said = self.working.node.receive(sender, message, 0.0)
+            said = self.working.node.receive(sender, values_on(message, self.device), 0.0)
         self._write_kept()
         return [self._out(envelope) for envelope in said]
 
@@ -324,11 +328,13 @@ class SplitSite:
             return ModelMeasured(measure.round, {})
         self.event("measuring", {"round": measure.round})
         own = measure.head or self.machine.after(measure.since).own
-        self.machine.party.side.take(own)
+        side = self.machine.party.side
+        side.take(side.placed(own))
+        read = reader_on(self.test, self.device)
         measurement = Measurement(self.task, examples=len(self.test), share=len(self.test))
         with in_mode(self.model, training=False):
             for indices in torch.split(torch.arange(len(self.test)), self.task.eval_batch_size):
-                inputs, targets = self.test.batch(indices)
+                inputs, targets = read(indices)
                 outputs = self._outputs(len(indices), inputs, targets, channel)
                 if outputs is not None:
                     measurement.add(outputs, targets, len(indices))
@@ -349,7 +355,7 @@ class SplitSite:
             raise StateError(
                 f"the server was asked to compute, but answered {type(answer).__name__}"
             )
-        return at_client.outputs(answer, inputs, examples)
+        return at_client.outputs(values_on(answer, self.device), inputs, examples)
 
     # Saved state
 

@@ -41,6 +41,7 @@ from dure.contracts.channels import (
 )
 from dure.errors import DureError, LossNotFiniteError
 from dure.fleet.virtual_network import Transmission, nbytes
+from dure.machine.devices import CPU
 from dure.record.meter import Meter
 from dure.split.activity_log import ActivityLog
 from dure.split.blame import ADVICE, CannotComputeError, InvalidMessageError, NotANumberError
@@ -67,7 +68,7 @@ from dure.split.network.control import (
     RosterMembers,
     SealedHead,
 )
-from dure.split.network.frames import Frame, SplitFrameError, decode, encode
+from dure.split.network.frames import Frame, SplitFrameError, decode, encode, values_on
 from dure.split.server import TailServer
 
 LAST = 5.0
@@ -113,6 +114,7 @@ class SplitServer:
         tell: receives messages about lost clients.
         show: receives the state of the run, at most every `PULSE` seconds.
         kept: called when a turn counts, before the next turn begins.
+        device: device of the server's part.
     """
 
     def __init__(
@@ -129,7 +131,9 @@ class SplitServer:
         tell: Tell,
         show: Callable[[dict[str, Any]], None],
         kept: Callable[[], None],
+        device: torch.device = CPU,
     ) -> None:
+        self.device = device
         self.server = server
         self.order = server.order
         self.channels = channels
@@ -455,6 +459,7 @@ class SplitServer:
         """Return a message that is due, decompressed. Raises WrongError."""
         try:
             self.server.due.check(name, message)
+            message = values_on(message, self.device)
             if name in self._handing.values():
                 raise InvalidMessageError(
                     "values were sent before the head with which the turn starts"
@@ -592,7 +597,7 @@ class SplitServer:
 
     def _answers(self, name: str, query: Query) -> None:
         self._check_measures(name, query)
-        self._send(name, self.checks.answered(query, self._measuring))
+        self._send(name, self.checks.answered(values_on(query, self.device), self._measuring))
 
 
 def number_of(name: str) -> int:

@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
+import torch
+
 from dure.contracts.channels import (
     Channels,
     ClientConnected,
@@ -29,11 +31,12 @@ from dure.contracts.channels import (
 )
 from dure.errors import DureError, LossNotFiniteError
 from dure.fleet.virtual_network import nbytes
+from dure.machine.devices import CPU
 from dure.record.meter import Meter
 from dure.split.alignment import EmptyIntersectionError
 from dure.split.network.admission import MOST_RETURNS, MOST_SHOWN, Admission
 from dure.split.network.control import ClientFailed, RosterMembers
-from dure.split.network.frames import Frame, SplitFrameError, decode, encode
+from dure.split.network.frames import Frame, SplitFrameError, decode, encode, values_on
 from dure.split.network.parties_control import (
     Evaluate,
     Evaluated,
@@ -101,6 +104,7 @@ class VerticalSplitServer:
         tell: receives messages about lost parties.
         show: receives the state of the run, at most every `PULSE` seconds.
         interrupted: whether the user has interrupted the run.
+        device: device of the holder's parts.
     """
 
     def __init__(
@@ -112,7 +116,9 @@ class VerticalSplitServer:
         tell: Callable[[str], None],
         show: Callable[[dict[str, Any]], None],
         interrupted: Callable[[], bool],
+        device: torch.device = CPU,
     ) -> None:
+        self.device = device
         self.channels = channels
         self.entrance = entrance
         self.names = [party(number) for number in parties]
@@ -338,9 +344,9 @@ class VerticalSplitServer:
                     f"{MOST_LATE} messages were received, but Resumed was expected"
                 )
         elif isinstance(frame, StateSaved | Evaluated):
-            self._answered(name, frame)
+            self._answered(name, values_on(frame, self.device))
         else:
-            self._trains(name, frame)
+            self._trains(name, values_on(frame, self.device))
 
     def _resumes(self, name: str, frame: Resumed) -> None:
         if frame.turn > self._turn or (frame.turn == self._turn and name in self._ready):

@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from dure.contracts.strategy import Proof, examples_for, unused_copy
 from dure.contracts.task import Task
+from dure.data.examples import reader_on
+from dure.machine.devices import device_of_model
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.split.parties.model import Columns, divide
 from dure.tasks.loss_shares import CountedLoss
@@ -61,8 +63,9 @@ def _compare(
     examples: int,
 ) -> None:
     train, _ = examples_for(task)
-    inputs, targets = train.batch(torch.arange(min(examples, len(train))))
-    losses = CountedLoss(task.loss, train)
+    device = device_of_model(whole)
+    inputs, targets = reader_on(train, device)(torch.arange(min(examples, len(train))))
+    losses = CountedLoss(task.on(device).loss, train)
     division = divide(parted, inputs, features, parties)
     # Both draw the same random numbers, in the same order of operations.
     found: list[list[Tensor]] = []

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from dure.contracts.strategy import Learner, RankContext, StepResult, examples_for
 from dure.contracts.task import Task
 from dure.data.batches import Batches
-from dure.data.examples import Examples
+from dure.data.examples import Examples, reader_on
 from dure.fleet.conditions import Conditions
 from dure.fleet.devices import BYTES_PER_MBIT
 from dure.fleet.virtual_network import Node, NodeLink, VirtualNetwork
+from dure.machine.devices import to_cpu
 from dure.randomness.seeds import generator
 from dure.record.meter import Meter
 from dure.split.alignment import AlignedHolder, AlignedParty
@@ -53,6 +54,7 @@ from dure.split.parties.model import (
 from dure.split.parties.part import TrainedPart
 from dure.split.parties.party import Party
 from dure.split.parties.plan import VerticalPlan, ids_of
+from dure.split.placement import model_on, needs_doubles
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
@@ -70,15 +72,18 @@ class SimulatedVerticalLearner(Learner):
     unit = "step"
 
     def __init__(self, task: Task, context: RankContext, seed: int, plan: VerticalPlan) -> None:
+        self.device = context.device
+        task = task.on(self.device)
         self.task = task
         self.plan = plan
         self.seed = seed
         self.where = plan.holder
         self.group = context.group
         self.conditions = context.conditions or Conditions()
-        self.model = context.model(task, seed).train()
+        doubles = needs_doubles(plan.defence, averages=False)
+        self.model = model_on(context.model(task, seed), self.device, doubles)
         self.train, self.test = examples_for(task)
-        inputs, _ = self.train.batch(torch.tensor([0]))
+        inputs, _ = reader_on(self.train, self.device)(torch.tensor([0]))
         self.division = divide(self.model, inputs, plan.features, plan.parties)
         self.parties = len(self.division.heads)
         names = [party(number) for number in range(self.parties)]
@@ -149,7 +154,7 @@ class SimulatedVerticalLearner(Learner):
 
     def _table(self, number: int) -> AlignedExamples:
         """Return the examples of a party, or of the server (number = number of parties)."""
-        return AlignedExamples(self.labelled, self.rows[number], self.seed)
+        return AlignedExamples(self.labelled, self.rows[number], self.seed, self.device)
 
     def _trained(self, part: VerticalPart) -> TrainedPart:
         """Return the part with its own optimizer."""
@@ -339,4 +344,5 @@ def _shares(
 def _flops(module: nn.Module, inputs: Tensor) -> float:
     if next(module.parameters(), None) is None:
         return 0.0
-    return flops_per_step(module, Examples(inputs, inputs), 1)
+    given = to_cpu(inputs)
+    return flops_per_step(module, Examples(given, given), 1)

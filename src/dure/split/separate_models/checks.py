@@ -22,6 +22,7 @@ from dure.contracts.lr_schedule import check_schedule
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import described, first_line
+from dure.machine.devices import CPU, device_of_model, to_device
 from dure.parallel.mesh.check import sample
 from dure.parallel.optimizer_sharding import check_parameter_wise
 from dure.parallel.pipeline.model_location import place_of
@@ -52,9 +53,11 @@ def try_head(head: nn.Module, train: Examples, examples: int) -> OutputForm:
     """
     few = max(examples, 2)
     sizes = (few, 2 * few)
+    device = device_of_model(head)
     with trial_copy(head) as tried:
         one, other = (
-            _called(tried, sample(train, size), "the head", "its examples") for size in sizes
+            _called(tried, to_device(sample(train, size), device), "the head", "its examples")
+            for size in sizes
         )
         return form_of(one, other, sizes, "the head")
 
@@ -102,8 +105,9 @@ class SyntheticExamples:
 def _on_made_up(
     module: nn.Module, form: OutputForm, shapes: Sequence[tuple[int, ...]], before: str, who: str
 ) -> tuple[Any, bool]:
+    device = device_of_model(module)
     leaves = [
-        _made_up(one.dtype, shape, one.differentiable)
+        _made_up(one.dtype, shape, one.differentiable, device)
         for one, shape in zip(form.tensors, shapes, strict=True)
     ]
     versions = [one._version for one in leaves]
@@ -119,11 +123,11 @@ def _on_made_up(
     return _called(module, form.whole(clones), who, what), True
 
 
-def _made_up(name: str, shape: tuple[int, ...], learns: bool) -> Tensor:
+def _made_up(name: str, shape: tuple[int, ...], learns: bool, device: torch.device = CPU) -> Tensor:
     dtype = dtype_of(name)
     if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.ones(shape, dtype=dtype)
-    return torch.randn(shape).to(dtype).requires_grad_(learns)
+        return torch.ones(shape, dtype=dtype, device=device)
+    return torch.randn(shape).to(device, dtype).requires_grad_(learns)
 
 
 def _called(module: nn.Module, inputs: Any, who: str, what: str) -> Any:
@@ -227,7 +231,7 @@ def notes_on_head(model: ModelParts, train: Examples) -> list[str]:
             "the head has no trainable parameter: it receives no gradient and does not change; "
             "the tail learns from its output"
         )
-    inputs = sample(train, 2)
+    inputs = to_device(sample(train, 2), device_of_model(model.head))
     with trial_copy(model.head) as tried:
         _, given = flatten(_called(tried, inputs, "the head", "its examples"), "the head")
     memory = {one.untyped_storage().data_ptr() for one in _tensors(inputs) if one.numel()}

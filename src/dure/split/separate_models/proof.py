@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dure.contracts.strategy import Proof, examples_for, unused_copy
+from dure.data.examples import reader_on
 from dure.errors import first_line
+from dure.machine.devices import device_of_model
 from dure.parallel.pipeline.stage import Microbatch
 from dure.parallel.tensor_comparison import first_difference, tolerance_same_operations
 from dure.randomness.seeds import generators_state, restore_generators
@@ -51,10 +53,12 @@ def prove(task: JoinedTask, model: nn.Module, examples: int) -> Proof | None:
     assert isinstance(one, ModelParts)
     assert isinstance(other, ModelParts)
     train, _ = examples_for(task)
+    device = device_of_model(model)
+    task = task.on(device)
     before = generators_state()
     try:
         indices = torch.arange(examples) % len(train)
-        inputs, targets = train.batch(indices)
+        inputs, targets = reader_on(train, device)(indices)
         batch = Microbatch(examples, LossShare(1.0, 1.0), lambda: (inputs, targets))
         apart = SeparateDividedModel(task, other, train, examples, seed=0)
         right = _together(one.train(), batch, CountedLoss(task.loss, train))

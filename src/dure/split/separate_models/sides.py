@@ -19,6 +19,7 @@ from torch import nn
 
 from dure.collectives.compression import Compression
 from dure.data.examples import Examples
+from dure.machine.devices import device_of_model, to_device
 from dure.parallel.mesh.check import sample
 from dure.split.batching import Batching
 from dure.split.divided_model import DividedModel
@@ -246,7 +247,8 @@ class SeparateDividedModel(DividedModel):
 
     @cached_property
     def shares(self) -> Sequence[float]:
-        counts = _flops(self._model, sample(self._train, 1))
+        inputs = to_device(sample(self._train, 1), device_of_model(self._model))
+        counts = _flops(self._model, inputs)
         total = sum(counts)
         # Without any matrix product, all parts get the same share.
         return [one / total if total else 1 / len(counts) for one in counts]

@@ -17,11 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+import torch
+
 from dure.contracts.channels import Channels, HostedRun
 from dure.contracts.strategy import Kind, RankContext, World
 from dure.errors import RunFolderError, ServeError, warn
 from dure.fleet.budget import TransferBudget
 from dure.fleet.conditions import Conditions, EngineName
+from dure.machine.devices import CPU, device_of, is_cpu
 from dure.machine.extras import check_extra
 from dure.protocol.carrier import Carrier
 from dure.record.disk import make_private
@@ -95,6 +98,7 @@ class Network(World):
         transfer_budget: Maximum bytes that a client may receive and send in the run, such as 100MB.
         roster: JSON file of all clients' public keys, signed by the federation's owner (dure
             roster): no other client is enrolled, and clients that know the owner check the file.
+        device: In split learning, device on which this server computes its part of the model.
     """
 
     host: str = "127.0.0.1"
@@ -115,6 +119,7 @@ class Network(World):
     status_host: str = "127.0.0.1"
     transfer_budget: int | str | None = None
     roster: str | None = None
+    device: str = "cpu"
 
     name: ClassVar[str] = "network"
     kind: ClassVar[Kind] = "clients"
@@ -149,11 +154,16 @@ class Network(World):
     def serves(self) -> bool:
         return True
 
+    @property
+    def computes_on(self) -> tuple[str, ...]:
+        return () if is_cpu(device_of(self.device)) else (self.device,)
+
     def begin(self, imports: Sequence[str] = ()) -> None:
         """Check the settings before anything is created.
 
         Raises ValueError if serving would fail.
         """
+        device_of(self.device)
         self.context()
         self.listed()
         _check_address(self.host, self.port)
@@ -164,7 +174,8 @@ class Network(World):
     def run(
         self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
-        return run_server(program, report, self.conditions, self._carrier, self._channels)
+        devices = (device_of(self.device),)
+        return run_server(program, report, self.conditions, self._carrier, self._channels, devices)
 
     def _channels(self, hosted: HostedRun, context: RankContext) -> Channels:
         """Start to serve clients that stay connected. Raises ServeError on failure."""
@@ -187,6 +198,11 @@ class Network(World):
 
         Raises ServeError on failure.
         """
+        if self.computes_on:
+            raise ServeError(
+                f"device is {self.device}, but the server of a federation computes on the CPU: it "
+                "is for split learning; leave it out"
+            )
         # Imported here, because the rest of dure does not need these libraries.
         from dure.worlds.network.server.carrier import NetworkCarrier
 
@@ -264,6 +280,7 @@ def run_server(
     conditions: Conditions,
     carrier: Callable[[FederationSpec, RankContext], Carrier],
     channels: Callable[[HostedRun, RankContext], Channels] | None = None,
+    devices: tuple[torch.device, ...] = (CPU,),
 ) -> Value:
     """Run the server side in this process.
 
@@ -274,6 +291,7 @@ def run_server(
         carrier: Function that makes the carrier to the clients of a federation.
         channels: Function that makes the channels to clients that stay connected; None if the world
             does not support them.
+        devices: Device on which the server computes.
 
     Returns:
         The result of `program`.
@@ -286,7 +304,7 @@ def run_server(
             context.channels = lambda hosted: channels(hosted, context)
         return program(context)
 
-    return run_in_process(here, report, "server", "clients", is_worker=False)
+    return run_in_process(here, report, "server", "clients", devices, is_worker=False)
 
 
 def _check_address(host: str, port: int) -> None:
