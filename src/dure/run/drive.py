@@ -216,7 +216,7 @@ class Driver:
         except StepInterrupted:
             return "interrupt"
         # An evaluation would wait for the last update too.
-        if (position.step + 1) % self.evaluate_every == 0:
+        if self.devices and (position.step + 1) % self.evaluate_every == 0:
             self._wait()
         # Training time only, without evaluations and checkpoints.
         spent = time.perf_counter() - self._began
