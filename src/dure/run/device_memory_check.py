@@ -20,7 +20,7 @@ from torch import nn
 
 from dure.contracts.strategy import Strategy, World
 from dure.contracts.task import Task
-from dure.machine.devices import cached_bytes, free_bytes, in_use, is_cpu
+from dure.machine.devices import cached_bytes, device_of, free_bytes, in_use, is_cpu
 from dure.memory.formula import (
     MemoryShares,
     TrainingMemory,
@@ -57,7 +57,7 @@ def check_fits_devices(
             device, its free bytes and the number of ranks on it.
     """
     shares = strategy.shares(world.workers)
-    named = [torch.device(name) for name in strategy.computes_on or world.computes_on]
+    named = [device_of(name) for name in strategy.computes_on or world.computes_on]
     ranks = Counter(device for device in named if not is_cpu(device))
     if shares is None or world.kind != "ranks" or not ranks:
         return

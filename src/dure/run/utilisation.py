@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from dure.contracts.strategy import Learner, RankContext
-from dure.machine.devices import hardware_name, is_cpu
+from dure.machine.devices import device_of, hardware_name, is_cpu
 from dure.machine.peak_flops import peak_flops_of
 from dure.record.meter import Counters
 from dure.run.job import Job
@@ -26,7 +26,7 @@ from dure.run.job import Job
 
 def accelerators_of(job: Job, context: RankContext) -> list[torch.device]:
     """Return the accelerators on which this process computes."""
-    named = [torch.device(name) for name in job.strategy.computes_on]
+    named = [device_of(name) for name in job.strategy.computes_on]
     found = dict.fromkeys(named or context.devices)
     return [device for device in found if not is_cpu(device)]
 
