@@ -25,7 +25,7 @@ from dure.data.examples import Examples, reader_on
 from dure.data.partition import IID, Partition
 from dure.parallel.weight_broadcast import share_weights
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
-from dure.record.meter import StepClock
+from dure.record.meter import device_spans, step_clock
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.gradient_accumulation import accumulate_gradient
@@ -64,6 +64,7 @@ class AveragedReplica:
         self.accumulate = accumulate
         self.group = context.group
         self.seed = seed
+        self.spans = device_spans(self.group.meter, self.device)
         self.model = context.model(task, seed).train()
         # Before the optimizer is created and weights are broadcast: parameters become views of the
         # flat buffers here.
@@ -139,7 +140,7 @@ class AveragedReplica:
         seed_generators(
             self.seed, "step", step, self.group.rank, everything=self.train_examples.draws
         )
-        clock = StepClock(self.group.meter, step + 1)
+        clock = step_clock(self.group.meter, self.spans, step + 1)
         self.optimizer.zero_grad(set_to_none=True)
 
         def backward(loss: Tensor) -> None:
@@ -157,6 +158,7 @@ class AveragedReplica:
             backward=backward,
             parameters=self.trained,
         )
+        clock.read()
         if adjust is not None:
             adjust(self.trained)
         # After `adjust`: the pull to a common point is clipped too.

@@ -137,7 +137,7 @@ def compare(given: list[str]) -> int:
 
 def over_seeds(task: Task, strategy: Strategy, world: World, stop: Stop, how: TrainOptions) -> int:
     """Run `dure train TASK SYSTEM --seeds N`: the same run under several seeds."""
-    for name in ("label", "checkpoint_every"):
+    for name in ("label", "checkpoint_every", "peak_flops"):
         if getattr(how, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} is for a single run: leave it out, or --seeds")

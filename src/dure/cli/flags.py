@@ -208,6 +208,8 @@ class TrainOptions:
             the same as the model.
         track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, trackers that the run is reported
             to.
+        peak_flops: floating-point operations per second of the device of a rank, such as 989e12,
+            for the utilisation in tables; by default those of a table of common devices.
         json: print the summary as JSON on standard output, and no progress.
     """
 
@@ -220,6 +222,7 @@ class TrainOptions:
     weights: Path | None = None
     check: bool = True
     track: str | None = None
+    peak_flops: float | None = None
     json: bool = False
 
     def with_weights(self, task: Task) -> Task:
@@ -228,7 +231,10 @@ class TrainOptions:
 
     def of_train(self) -> dict[str, Any]:
         """Return the options that `dure.train` takes by the same names, except for the folder."""
-        names = ("seed", "evaluate_every", "checkpoint_every", "label", "check", "track")
+        names = (
+            *("seed", "evaluate_every", "checkpoint_every", "label", "check", "track"),
+            "peak_flops",
+        )
         return {name: getattr(self, name) for name in names}
 
 

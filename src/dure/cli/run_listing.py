@@ -280,6 +280,10 @@ def _facts(folder: Path) -> Iterator[tuple[str, str]]:
     yield from _about(result)
     yield "sent", f"{size(result.bytes_per_worker)} per worker"
     yield "memory", f"{size(result.peak_memory)} at the peak"
+    if result.device_memory:
+        yield "device", f"{size(result.device_memory)} of its memory at the peak"
+    if result.mfu:
+        yield "MFU", f"{result.mfu:.1%}"
     lines = (pipeline.in_a_line(run), federated.in_a_line(run), privacy.in_a_line(run))
     for line in filter(None, (*lines, *run.notes)):
         yield "told", line

@@ -301,6 +301,15 @@ def _most_sent(summary: dict[str, Any]) -> str:
     return "" if most is None else f"({printable(most.name)}: {human_bytes(most.nbytes)})"
 
 
+def _on_devices(summaries: Sequence[dict[str, Any]]) -> list[SummaryColumn]:
+    """Return columns of accelerators, of those numbers that any run has."""
+    known = (
+        SummaryColumn("device memory", lambda s: s.get("peak_device_memory"), human_bytes, True),
+        SummaryColumn("MFU", lambda s: s.get("mfu"), lambda v: f"{v:.1%}", False),
+    )
+    return [one for one in known if any(one.value(s) is not None for s in summaries)]
+
+
 def _reached(name: str, summary: dict[str, Any]) -> float | None:
     """Return the steps or rounds until the target; None if the run did not reach or have it."""
     return cast("float | None", summary["to_target"].get(name, {}).get("reached"))
@@ -347,6 +356,7 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[SummaryColumn]:
         ),
         *_shuffle(summaries),
         SummaryColumn("peak memory", lambda s: s["peak_memory"], human_bytes, True),
+        *_on_devices(summaries),
         # No best value: a slower computation is less idle.
         SummaryColumn("idle (over busy)", lambda s: s.get("idle_share"), idleness.written, None),
     ]
@@ -424,6 +434,8 @@ _NO_METRICS = (
     "shuffled per worker",
     "shuffle time",
     "peak memory",
+    "device memory",
+    "MFU",
     "idle (over busy)",
 )
 
@@ -452,11 +464,13 @@ def _least(shown: Sequence[SummaryColumn]) -> int:
         *_DETAILS,
         *reversed(of_clients),
         "peak memory",
+        "device memory",
         *(names[place] for place in reversed(metrics[1:])),
         "steps",
         "batch",
         "epochs",
         "sent per worker",
+        "MFU",
     ]
     return next((names.index(name) for name in order if name in names), len(names) - 1)
 

@@ -21,9 +21,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from dure.collectives.group import Group
 
-Numbers = Mapping[str, Sequence[float]]
+Number = float | Tensor
+"""A number of a trailer; a tensor of one element if it is in the memory of an accelerator."""
+
+Numbers = Mapping[str, Sequence[Number]]
 """Numbers of each field, by the field's name."""
 
 
@@ -81,17 +86,17 @@ class Trailer:
             mine = slice(first, first + field.width)
             self._places[field.name] = _Place(field, slice(start, self.length), mine)
 
-    def encode(self, said: Numbers) -> list[float]:
+    def encode(self, said: Numbers) -> list[Number]:
         """Return the numbers to send, from this rank's values by field.
 
         A missing field is zeros: this rank adds nothing. Raises ValueError for another width than
         the field's, KeyError for an unknown field.
         """
-        numbers = [0.0] * self.length
+        numbers: list[Number] = [0.0] * self.length
         for name, values in said.items():
             field, _, mine = self._places[name]
             # A time is given as a single number and travels as two numbers, see above.
-            parts = divmod(values[0], 1.0) if field.is_time else values
+            parts = divmod(float(values[0]), 1.0) if field.is_time else values
             # A slice assignment accepts any length and would shift the following fields.
             if len(parts) != field.width:
                 raise ValueError(f"{name} has {field.width} numbers, not {len(parts)}")

@@ -233,6 +233,18 @@ def set_current(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index or 0)
 
 
+def marked(device: torch.device) -> torch.Event:
+    """Queue an event with a time on an accelerator, and return it; the call does not wait."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def seconds_between(earlier: torch.Event, later: torch.Event) -> float:
+    """Return the seconds between two events that have passed."""
+    return float(earlier.elapsed_time(later)) / 1000
+
+
 # Random numbers.
 
 
@@ -328,6 +340,15 @@ def free_bytes(device: torch.device) -> int | None:
         return None
 
 
+def cached_bytes(device: torch.device) -> int:
+    """Return the free bytes of an accelerator that this process's allocator has reserved."""
+    try:
+        reserved = torch.accelerator.memory_reserved(device)
+        return max(0, int(reserved - torch.accelerator.memory_allocated(device)))
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
 def peak_bytes(devices: Sequence[torch.device]) -> dict[str, dict[str, int]]:
     """Return the largest allocated and reserved bytes of each accelerator, since the last reset.
 
@@ -355,3 +376,12 @@ def reset_peak_bytes(devices: Sequence[torch.device]) -> None:
                 torch.accelerator.reset_peak_memory_stats(device)
             except (RuntimeError, NotImplementedError):
                 continue
+
+
+# Names.
+
+
+def hardware_name(device: torch.device) -> str:
+    """Return the name that an accelerator reports, such as "NVIDIA H200"; "" without a name."""
+    ask = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(ask(device)) if callable(ask) else ""

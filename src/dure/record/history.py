@@ -42,7 +42,8 @@ class Evaluation(msgspec.Struct, tag_field="kind", tag="evaluation", omit_defaul
     """Record of an evaluation: metrics, and cumulative counters summed over all ranks or clients.
 
     A metric that is not finite is None, since JSON has no NaN. numbers: the strategy's numbers
-    about all steps so far, by name; None without any.
+    about all steps so far, by name; None without any. peak_device_memory: allocated bytes of an
+    accelerator; 0 without one.
     """
 
     step: int
@@ -58,6 +59,7 @@ class Evaluation(msgspec.Struct, tag_field="kind", tag="evaluation", omit_defaul
     idle_seconds: float
     peak_memory: int
     numbers: dict[str, float | None] | None = None
+    peak_device_memory: int = 0
 
     def __post_init__(self) -> None:
         self.metrics = finite(self.metrics)

@@ -16,9 +16,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import torch
 
+from dure.machine.devices import is_cpu, marked, seconds_between
 from dure.record.trace import Trace
 
 MOST_INSIDE = 100_000
@@ -28,13 +31,22 @@ Bounded, because the transfers of an evaluation stay until the next step discard
 """
 
 
+OF_DEVICES = ("device_allocated", "device_reserved", "model_flops", "available_flops")
+"""Counters that only workers on accelerators have."""
+
+PEAKS = ("peak_memory", "device_allocated", "device_reserved")
+"""Counters of which a sum over workers has the maximum."""
+
+
 class Counters(msgspec.Struct):
     """Cumulative counts of a worker; they add over workers.
 
     inside_seconds, inside_steps: of the transfers inside computations (`Meter.inside`), and the
     steps with any; communication_seconds includes these seconds. shuffle_bytes, shuffle_seconds: of
     examples sent to other workers, and of the whole exchange; bytes_sent and the seconds include
-    them.
+    them. device_allocated, device_reserved: peak bytes of an accelerator in this worker's process.
+    model_flops, available_flops: operations of the model, and those that the worker's accelerator
+    could have made in the same time, if its peak is known.
     """
 
     bytes_sent: int = 0
@@ -49,6 +61,10 @@ class Counters(msgspec.Struct):
     inside_steps: int = 0
     shuffle_bytes: int = 0
     shuffle_seconds: float = 0.0
+    device_allocated: int = 0
+    device_reserved: int = 0
+    model_flops: float = 0.0
+    available_flops: float = 0.0
 
     def as_list(self) -> list[float]:
         """Return the values in the order of the fields, for exchange between ranks of a job."""
@@ -70,6 +86,14 @@ class Counters(msgspec.Struct):
         starts = range(0, len(values), width)
         return [cls.from_list(values[start : start + width]) for start in starts]
 
+    def written(self) -> dict[str, Any]:
+        """Return the content for a file; counters of accelerators only if any was used."""
+        content: dict[str, Any] = msgspec.to_builtins(self)
+        for name in OF_DEVICES:
+            if not content[name]:
+                del content[name]
+        return content
+
     @property
     def hidden_share(self) -> float | None:
         """Hidden share of the time of transfers; None without transfers."""
@@ -78,11 +102,11 @@ class Counters(msgspec.Struct):
 
 
 def sum_of_counters(workers: Iterable[Counters]) -> Counters:
-    """Return the sum of the counters of several workers; of peak memory, the maximum."""
+    """Return the sum of the counters of several workers; of peaks, the maximum."""
     total = Counters()
     for counters in workers:
         for name in Counters.__struct_fields__:
-            join = max if name == "peak_memory" else operator.add
+            join = max if name in PEAKS else operator.add
             setattr(total, name, join(getattr(total, name), getattr(counters, name)))
     return total
 
@@ -250,6 +274,39 @@ def peak_memory() -> int:
     return 0
 
 
+class DeviceSpans:
+    """Computations of a worker on an accelerator, measured by events on its stream.
+
+    Nothing waits for a span: spans are counted after the worker has waited for something that was
+    queued later (`passed`). A span lies on the clock of this process as long before the end of the
+    wait as its events lie before an event that was queued just before the wait.
+    """
+
+    def __init__(self, meter: Meter, device: torch.device) -> None:
+        self.meter = meter
+        self.device = device
+        self._queued: list[tuple[str, torch.Event, torch.Event, int]] = []
+
+    def mark(self) -> torch.Event:
+        """Queue an event, and return it."""
+        return marked(self.device)
+
+    def between(self, name: str, start: torch.Event, end: torch.Event, step: int) -> None:
+        """Add the computation between two queued events."""
+        self._queued.append((name, start, end, step))
+
+    def passed(self, last: torch.Event, now: float) -> None:
+        """Count all spans, of which `last` is the end or a later event.
+
+        now: end of the wait for `last`, in seconds of `time.perf_counter`.
+        """
+        for name, start, end, step in self._queued:
+            began = now - seconds_between(start, last)
+            ended = now - seconds_between(end, last)
+            self.meter.compute(name, began, max(began, ended), step)
+        self._queued.clear()
+
+
 class StepClock:
     """Meters the consecutive parts of a step."""
 
@@ -262,8 +319,46 @@ class StepClock:
         """Restart the clock; the time before is counted elsewhere."""
         self.last = time.perf_counter()
 
-    def did(self, name: str) -> None:
-        """Count the time since the last call as computation called `name`."""
-        now = time.perf_counter()
+    def did(self, name: str, now: float | None = None) -> None:
+        """Count the time since the last call as computation called `name`.
+
+        now: its end, if it is over.
+        """
+        now = time.perf_counter() if now is None else now
         self.meter.compute(name, self.last, now, self.step)
         self.last = now
+
+    def read(self) -> None:
+        """Note that the step's loss was read, for which an accelerator is waited for."""
+
+
+class DeviceStepClock(StepClock):
+    """Meters the consecutive parts of a step on an accelerator by events.
+
+    spans: of the worker; a step's last part is counted when the next step's loss is read.
+    """
+
+    def __init__(self, spans: DeviceSpans, step: int) -> None:
+        self.spans = spans
+        super().__init__(spans.meter, step)
+
+    def begin(self) -> None:
+        self.last_event = self.spans.mark()
+
+    def did(self, name: str, now: float | None = None) -> None:
+        event = self.spans.mark()
+        self.spans.between(name, self.last_event, event, self.step)
+        self.last_event = event
+
+    def read(self) -> None:
+        self.spans.passed(self.last_event, time.perf_counter())
+
+
+def step_clock(meter: Meter, spans: DeviceSpans | None, step: int) -> StepClock:
+    """Return the clock of a step. spans: of a worker on an accelerator; None on the CPU."""
+    return StepClock(meter, step) if spans is None else DeviceStepClock(spans, step)
+
+
+def device_spans(meter: Meter, device: torch.device) -> DeviceSpans | None:
+    """Return the spans of a worker on an accelerator; None on the CPU."""
+    return None if is_cpu(device) else DeviceSpans(meter, device)

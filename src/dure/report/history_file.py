@@ -99,4 +99,5 @@ def line_of(step: float, raw: Mapping[str, Any]) -> HistoryLine:
             str(key): number(value)
             for key, value in mapping(raw.get("metrics", raw.get("numbers"))).items()
         },
+        device_memory=number(raw.get("peak_device_memory")),
     )

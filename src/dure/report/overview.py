@@ -69,6 +69,7 @@ _AXES = (
     OverviewAxis(_VIRTUAL, "virtual time", virtual_seconds, duration),
     OverviewAxis("bytes", "bytes sent", lambda run: run.result.bytes_per_worker, size),
     OverviewAxis("memory", "peak memory", lambda run: run.result.peak_memory, size),
+    OverviewAxis("device", "device memory", lambda run: run.result.device_memory, size),
 )
 
 

@@ -230,6 +230,8 @@ def _result(
         train_loss=told("train_loss", newest.loss),
         bytes_per_worker=sent,
         peak_memory=told("peak_memory", evaluated.peak_memory),
+        device_memory=told("peak_device_memory", evaluated.device_memory),
+        mfu=number(summary.get("mfu")),
         everyone=everyone,
         workers=busy or ([everyone] if everyone else []),
         targets=_targets(mapping(summary.get("to_target"))),

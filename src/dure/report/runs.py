@@ -33,6 +33,7 @@ class HistoryLine:
     idle: float | None
     peak_memory: float | None
     metrics: Mapping[str, float | None]
+    device_memory: float | None = None
 
 
 @dataclass(frozen=True)
@@ -470,7 +471,8 @@ class RunResult:
 
     shuffle: bytes of examples that a worker sent, and seconds; None if unknown. chosen: the best
     model, if one was chosen. mean_of: name of the models whose mean is measured, if no client has
-    that mean. baseline: metrics of always predicting the most frequent class.
+    that mean. device_memory: peak allocated bytes of an accelerator. mfu: model FLOPs utilisation,
+    a share. baseline: metrics of always predicting the most frequent class.
     """
 
     unit: str
@@ -490,6 +492,8 @@ class RunResult:
     shuffle: tuple[float, float] | None = None
     chosen: BestModel | None = None
     mean_of: str | None = None
+    device_memory: float | None = None
+    mfu: float | None = None
     baseline: Mapping[str, float] = field(default_factory=dict)
     amount: TrainingAmount = field(default_factory=TrainingAmount)
     largest_sender: LargestSender | None = None

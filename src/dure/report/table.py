@@ -229,9 +229,26 @@ def _columns(runs: Sequence[ReportedRun]) -> list[TableColumn]:
         ),
         *_shuffle_column(runs),
         _number_column("peak memory", lambda r: r.peak_memory, size, -1, folds=False),
+        *_device_columns(runs),
         *_target_columns(runs),
         TableColumn("ended by", lambda run: escape(ended(run)), ended),
     ]
+    return columns
+
+
+def _device_columns(runs: Sequence[ReportedRun]) -> list[TableColumn]:
+    """Return columns of accelerators, of those numbers that any run has."""
+    columns = []
+    if any(run.result.device_memory for run in runs):
+        columns.append(
+            _number_column("device memory", lambda r: r.device_memory, size, -1, folds=False)
+        )
+    if any(run.result.mfu for run in runs):
+        columns.append(
+            _number_column(
+                "MFU", lambda r: r.mfu, lambda x: UNKNOWN if x is None else f"{100 * x:.1f} %", 1
+            )
+        )
     return columns
 
 

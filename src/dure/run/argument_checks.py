@@ -6,6 +6,7 @@ raises an error that says what to write instead.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from dure import catalog
@@ -64,6 +65,15 @@ def check_function(name: str, function: Any) -> None:
     """Raise ValueError if the argument called `name` is not callable."""
     if not callable(function):
         raise ValueError(f"{name} is {shown(function)}, but it has to be a function")
+
+
+def check_peak_flops(peak: Any) -> None:
+    """Raise ValueError for operations per second that are no number above 0."""
+    number = isinstance(peak, (int, float)) and not isinstance(peak, bool)
+    if peak is not None and not (number and 0 < peak < math.inf):
+        raise ValueError(
+            f"peak_flops is {shown(peak)}, but it has to be a number above 0, such as 989e12"
+        )
 
 
 def missing_instance_hint(thing: Any, what: str) -> str | None:

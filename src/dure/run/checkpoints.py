@@ -104,7 +104,7 @@ class Checkpoints:
             "version": VERSION,
             "dure": __version__,
             "position": msgspec.to_builtins(position),
-            "workers": [msgspec.to_builtins(counters) for counters in workers],
+            "workers": [counters.written() for counters in workers],
             "learner": learner,
             "generators": generators_state(),
             "ranks": self.group.size,

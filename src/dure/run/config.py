@@ -50,6 +50,8 @@ class RunRequest(msgspec.Struct):
     seed: int
     evaluate_every: int | None
     checkpoint_every: int | None
+    peak_flops: float | None = None
+    """Operations per second of a rank's device, if the user gave them."""
     run: str = ""
     versions: dict[str, str] = {}
 

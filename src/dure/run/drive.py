@@ -38,7 +38,7 @@ from dure.errors import (
     traceback_of,
 )
 from dure.machine.compiler import deferred_compiler
-from dure.machine.devices import to_cpu
+from dure.machine.devices import peak_bytes, reset_peak_bytes, synchronize, to_cpu
 from dure.machine.memory import keep_freed_memory, return_freed_memory, trim_heap
 from dure.machine.threads import threads, threads_for
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
@@ -56,6 +56,7 @@ from dure.run.job import Job, Position, RunOutcome
 from dure.run.lineage import METADATA, lineage_of, signed
 from dure.run.rank_data import check_as_before, with_own_data
 from dure.run.summary import summarise
+from dure.run.utilisation import Utilisation, accelerators_of
 from dure.run.validation import with_validation
 from dure.run.watch import page_of
 from dure.run.weight_averaging import with_average
@@ -75,6 +76,7 @@ def _drive(job: Job, context: RankContext) -> RunOutcome:
     before = generators_state()
     seed_generators(job.seed, "rank", context.group.rank, everything=True)
     reset_peak_memory()
+    reset_peak_bytes(accelerators_of(job, context))
     learner: Learner | None = None
     driver: Driver | None = None
     try:
@@ -99,7 +101,9 @@ def _drive(job: Job, context: RankContext) -> RunOutcome:
             context.group = context.group.alone()
         driver = Driver(job, context, learner)
         # After the driver, which notes the number of threads for evaluations.
-        with threads(threads_for(learner.flops_per_step())):
+        flops = learner.flops_per_step()
+        driver.utilisation = Utilisation(job, context, learner, flops)
+        with threads(threads_for(flops)):
             return driver.run()
     except LossNotFiniteError as error:
         # The loss was checked before the update: the weights are still those of the previous step.
@@ -159,6 +163,8 @@ class Driver:
         if self.now is not None:
             self.now.facts = learner.facts
             context.report = _heard_by(self.now, context.report)
+        self.devices = accelerators_of(job, context)
+        self.utilisation: Utilisation | None = None
         self._stopped = False
         """Whether a callback has requested the end of the run."""
         self._reported = 0.0
@@ -209,8 +215,15 @@ class Driver:
             progress = self.learner.advance(self._control_flags() if self.is_leader else 0)
         except StepInterrupted:
             return "interrupt"
+        # An evaluation would wait for the last update too.
+        if self.devices and (position.step + 1) % self.evaluate_every == 0:
+            self._wait()
         # Training time only, without evaluations and checkpoints.
-        position.seconds += time.perf_counter() - self._began
+        spent = time.perf_counter() - self._began
+        position.seconds += spent
+        if self.utilisation is not None:
+            counters = self.learner.meters()[0].counters
+            self.utilisation.step(counters, progress.samples, spent)
         position.samples += progress.samples
         position.midway = not progress.whole
         # A round without a valid update keeps the loss of the round before.
@@ -229,6 +242,11 @@ class Driver:
         if progress.control_flags & CHECKPOINT and ended is None:
             self._checkpoint()
         return ended
+
+    def _wait(self) -> None:
+        """Wait until the accelerators have done all that was queued."""
+        for device in self.devices:
+            synchronize(device)
 
     def _control_flags(self) -> int:
         """Return rank 0's control flags for all ranks after the next step.
@@ -365,7 +383,11 @@ class Driver:
         mine = self.learner.meters()
         # The peak is that of the whole process, so its first worker has it. An earlier part of a
         # resumed run may have had a higher peak.
-        mine[0].counters.peak_memory = max(mine[0].counters.peak_memory, peak_memory())
+        own = mine[0].counters
+        own.peak_memory = max(own.peak_memory, peak_memory())
+        for peaks in peak_bytes(self.devices).values():
+            own.device_allocated = max(own.device_allocated, peaks["allocated"])
+            own.device_reserved = max(own.device_reserved, peaks["reserved"])
         values = [value for meter in mine for value in meter.counters.as_list()]
         workers: list[Counters] = []
         for told in self.group.all_gather_values(values):
@@ -398,6 +420,7 @@ class Driver:
             idle_seconds=total.idle_seconds,
             peak_memory=total.peak_memory,
             numbers=numbers or None,
+            peak_device_memory=total.device_allocated,
         )
         self.history.append(record)
         if self.folder is not None:
@@ -471,6 +494,8 @@ class Driver:
         # Gathering the weights may take the most memory of all; its bytes are no training traffic.
         for one, later in zip(workers, self._all_counters(), strict=True):
             one.peak_memory = later.peak_memory
+            one.device_allocated = later.device_allocated
+            one.device_reserved = later.device_reserved
         summary = summarise(
             self.job,
             self.learner,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from dure.contracts.stop import Stop
@@ -30,6 +31,8 @@ class Job:
         proofs: tests of the strategy that passed while the job was prepared.
         fresh: the model made while the job was prepared; does not travel to other processes.
         config: content of config.json.
+        dtype: dtype of most of the model's numbers; None without floating-point parameters.
+        peak_flops: operations per second of a worker's device; None for the device's own.
         told: whether callbacks receive every step and evaluation (`dure.run.callbacks`).
     """
 
@@ -49,6 +52,8 @@ class Job:
     proofs: tuple[Proof, ...] = ()
     fresh: RunModel | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
+    peak_flops: float | None = None
     told: bool = False
 
 

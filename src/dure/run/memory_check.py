@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,6 +34,7 @@ from dure.memory.formula import (
     training_memory_of,
 )
 from dure.memory.mapped import LEAST, is_mapped
+from dure.run.device_memory_check import check_fits_devices
 
 _MOST = 1024
 """Most ranks that a suggestion may name."""
@@ -98,12 +100,12 @@ def made_in_memory() -> Iterator[None]:
 
 
 def check_fits(task: Task, strategy: Strategy, world: World, model: nn.Module) -> None:
-    """Raise ValueError if training the model cannot fit into memory.
+    """Raise ValueError if training the model cannot fit into memory, here or on accelerators.
 
     Skips strategies that do not declare the shares of their workers.
     """
+    check_fits_devices(task, strategy, world, model, _refusal_on_device)
     shares = strategy.shares(world.workers)
-    # Memory of a GPU is not checked here.
     elsewhere = [*strategy.computes_on, *world.computes_on]
     if shares is None or any(name != "cpu" for name in elsewhere):
         return
@@ -121,6 +123,21 @@ def check_fits(task: Task, strategy: Strategy, world: World, model: nn.Module) -
         least = _needed(need, _lying_in(room, shares, strategy.offloaded), room, count)
         if least > free:
             raise ValueError(_refusal(need, shares, strategy, room, free, least, count))
+
+
+def _refusal_on_device(
+    need: TrainingMemory, shares: MemoryShares, device: torch.device, free: int, count: int
+) -> str:
+    own = need.of(shares)
+    who = f"each of {count} ranks on {device}" if count > 1 else f"a rank on {device}"
+    together = f", {_size(own.total * count)} together" if count > 1 else ""
+    room = RemainingMemory(free, 0, f"the free memory of {device}", shared=False)
+    ways = list(_divisions(need, room, int(free * _SPARE), ", each on its own device"))
+    would = f": {'; or '.join(ways)} would fit" if ways else ": it does not fit in any division"
+    return (
+        f"the run does not fit into memory: {who} needs {_size(own.total)} and the activations "
+        f"({_parts(own)}){together}, but only {_size(free)} are available, {room.whose}{would}"
+    )
 
 
 def held_by(model: nn.Module, addressed: bool) -> int:
@@ -158,16 +175,19 @@ def _refusal(
 ) -> str:
     own = need.of(_lying_in(room, shares, strategy.offloaded))
     who = f"each of {count} workers" if count > 1 else "the worker"
-    parts = ", ".join(
-        f"{what} {_size(nbytes)}" for what, nbytes in zip(_PARTS, own, strict=True) if nbytes
-    )
     together = f", {_size(least)} together" if least > own.total else ""
     ways = list(_ways(need, shares, strategy, room, free, count))
     would = f": {'; or '.join(ways)} would fit" if ways else ": it does not fit in any division"
     return (
         f"the run does not fit into memory: {who} needs {_size(own.total)} and the activations "
-        f"({parts}){together}, but only {_size(free)} are available, {room.whose}{would}"
+        f"({_parts(own)}){together}, but only {_size(free)} are available, {room.whose}{would}"
     )
+
+
+def _parts(own: TrainingMemory) -> str:
+    """Return the bytes of each part in words."""
+    named = zip(_PARTS, own, strict=True)
+    return ", ".join(f"{what} {_size(nbytes)}" for what, nbytes in named if nbytes)
 
 
 def _ways(
@@ -184,17 +204,22 @@ def _ways(
     )
     # More ranks on the same machine do not have more memory together.
     where = ", each on its own machine" if room.shared else ""
-    for name, over in (("tensor-parallel or pipeline", divided_shares), ("zero --stage 3", _zero)):
-        ranks = next(
-            (n for n in _counts() if _needed(need, over(n), room, 1) <= in_rank),
-            None,
-        )
-        if ranks is not None:
-            yield f"{name} with --workers {ranks}{where} ({_size(need.of(over(ranks)).total)} each)"
+    yield from _divisions(need, room, in_rank, where)
     for parts in _offloads(strategy):
         if _needed(need, _lying_in(room, shares, parts), room, count) <= here:
             yield f"--offload {','.join(parts)}"
             return
+
+
+def _divisions(need: TrainingMemory, room: RemainingMemory, free: int, where: str) -> Iterator[str]:
+    """Yield divisions of the model of which a rank's part fits into `free` bytes.
+
+    where: words on the place of the ranks.
+    """
+    for name, over in (("tensor-parallel or pipeline", divided_shares), ("zero --stage 3", _zero)):
+        ranks = next((n for n in _counts() if _needed(need, over(n), room, 1) <= free), None)
+        if ranks is not None:
+            yield f"{name} with --workers {ranks}{where} ({_size(need.of(over(ranks)).total)} each)"
 
 
 def _zero(ranks: int) -> MemoryShares:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from torch import Tensor
 
 from dure.contracts.strategy import Learner
 from dure.data.examples import Examples
 from dure.record.history import History, finite
 from dure.record.idleness import idle_share, over_busy
-from dure.record.meter import Counters
+from dure.record.meter import Counters, sum_of_counters
 from dure.record.training_amount import training_amount
 from dure.run.early_stopping import monitor_of
 from dure.run.job import Job, Position
@@ -91,6 +90,7 @@ def summarise(
         "idle_over_busy": over_busy(idle),
         "bytes_sent_per_worker": sum(counters.bytes_sent for counters in senders) / count,
         "peak_memory": max(counters.peak_memory for counters in everybody),
+        **_on_devices(sum_of_counters(everybody)),
         "per_worker": list(map(_line, names, everybody)),
         "to_target": {
             name: {"target": value, "reached": history.to_target(name, value)}
@@ -98,6 +98,17 @@ def summarise(
         },
     }
     return {**content, "training_amount": training_amount(job.config, content)._asdict()}
+
+
+def _on_devices(total: Counters) -> dict[str, Any]:
+    """Return the entries about accelerators; {} for a run on CPUs."""
+    found: dict[str, Any] = {}
+    if total.device_allocated:
+        found["peak_device_memory"] = total.device_allocated
+        found["peak_device_reserved"] = total.device_reserved
+    if total.available_flops:
+        found["mfu"] = total.model_flops / total.available_flops
+    return found
 
 
 def _best_model(job: Job, position: Position, history: History) -> dict[str, Any]:
@@ -146,6 +157,6 @@ def _known(examples: Examples | None) -> Tensor | None:
 
 
 def _line(name: str, counters: Counters) -> dict[str, Any]:
-    told = msgspec.to_builtins(counters)
+    told = counters.written()
     del told["messages_sent"]
     return {"name": name, **told}

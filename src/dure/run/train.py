@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -36,7 +37,7 @@ from dure.record.live_status import record_failure
 from dure.record.run import Run, RunFolder
 from dure.record.settings import LINEAGE
 from dure.references import is_reference
-from dure.run.argument_checks import check_function, check_run_arguments
+from dure.run.argument_checks import check_function, check_peak_flops, check_run_arguments
 from dure.run.bad_data import bad_values_named, warn_of_bad_values
 from dure.run.callbacks import Callbacks, check_callbacks
 from dure.run.config import RunRequest, config_of, run_request_in
@@ -94,6 +95,7 @@ def train(
     check: bool = True,
     callbacks: Sequence[Any] = (),
     track: str | None = None,
+    peak_flops: float | None = None,
     on_progress: Progress = _ignore,
 ) -> Run:
     """Train `task` by `strategy` in `world` until `stop`.
@@ -126,6 +128,9 @@ def train(
             raises `dure.StopRun` ends the run.
         track: tracker that the run is reported to: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT
             (`dure.run.track`).
+        peak_flops: floating-point operations per second of the device of a rank, such as 989e12,
+            for the utilisation (`mfu`) in the summary; by default those of a table of common
+            devices.
         on_progress: called at most ten times a second, with a dict of unit, step, epoch, samples,
             seconds, loss, metrics, bytes (sent so far, if they are a limit), evaluated (step of the
             metrics), numbers (of the strategy about the step), and proofs (tests before the first
@@ -146,6 +151,7 @@ def train(
     stop = stop if stop is not None else Stop(epochs=10)
     check_path("out", out, optional=True)
     check_function("on_progress", on_progress)
+    check_peak_flops(peak_flops)
     hearing = all_callbacks(callbacks, track)
     on_progress = _shown(on_progress, stop)
     job, config = prepare(
@@ -159,6 +165,9 @@ def train(
         label=label,
         check=check,
     )
+    if peak_flops is not None:
+        config["peak_flops"] = peak_flops
+        job = dataclasses.replace(job, peak_flops=peak_flops)
     # Every rank of a torchrun job gets here; rank 0 leads.
     folder = Path(out) if out is not None else None
     elastic = world.starts_again and folder is not None
@@ -283,6 +292,8 @@ def resume(
     # Only checks and config.json here: rank 0 locks the folder once it runs.
     if world.is_leader:
         new_config["run"] = asked.run or new_config["run"]
+        if asked.peak_flops is not None:
+            new_config["peak_flops"] = asked.peak_flops
         # Before the folder is written: another process may resume the run right after.
         _note(path, new_config, task, strategy, world)
         RunFolder(path).begin_again(
@@ -296,7 +307,12 @@ def resume(
         with disk_errors(path / LINEAGE):
             (path / LINEAGE).unlink(missing_ok=True)
     job = dataclasses.replace(
-        job, folder=path, resume=True, elastic=world.starts_again, config=new_config
+        job,
+        folder=path,
+        resume=True,
+        elastic=world.starts_again,
+        config=new_config,
+        peak_flops=asked.peak_flops,
     )
     return run_job(job, world, on_progress, hearing)
 
@@ -609,6 +625,7 @@ def prepare(
     with deferred_compiler(), in_files_like(model):
         proofs = _checked(task, strategy, world, stop, model, seed, check)
     parameters = _checked_parameters(task, model)
+    floating = Counter(one.dtype for one in model.parameters() if one.is_floating_point())
     job = Job(
         task=asked,
         strategy=strategy,
@@ -620,6 +637,7 @@ def prepare(
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
         check=check,
+        dtype=floating.most_common(1)[0][0] if floating else None,
         proofs=(*_told_of_files(divided), *proofs),
         # FreshModel only creates models, so it need not carry the examples of the checks.
         fresh=RunModel(asked, seed, model, keep, divided, world.elsewhere),

@@ -22,6 +22,8 @@ from dure.collectives.all_reduce import all_reduce
 from dure.collectives.compression import Compressor
 from dure.collectives.group import Group
 from dure.collectives.operation import reduction as reduction_of
+from dure.collectives.trailer import Number
+from dure.machine.devices import pinned_like
 from dure.parallel.data.buckets import BucketPlan, GradientSpec
 from dure.parallel.data.reduction_settings import ReductionSettings
 from dure.parallel.gradients import FlatGradients, as_dense, flat_view
@@ -77,6 +79,7 @@ class BucketMessages:
         self.trailer = last[len(last) - tail :]
         # the same memory as a numpy array
         self._tail = self.trailer.numpy() if self.trailer.device.type == "cpu" else None
+        self._pinned: Tensor | None = None
         self._is_native = how.algorithm == "native" and group.size > 1
         # If ranks could end messages later but must not, each message is completed at its start.
         self._prepare = native.prepare_all_reduce
@@ -182,12 +185,23 @@ class BucketMessages:
         bucket = self.plan.buckets[number]
         return None if bucket.alone else self._flats[number].views[bucket.members.index(index)]
 
-    def write_tail(self, numbers: Sequence[float]) -> None:
-        """Write the trailer, before the last message is sent."""
+    def write_tail(self, numbers: Sequence[Number]) -> None:
+        """Write the trailer, before the last message is sent.
+
+        The host waits for no number that is in the memory of an accelerator.
+        """
         if self._tail is not None:  # numpy has less overhead than torch during backward
             self._tail[:] = numbers
-        else:
-            self.trailer.copy_(torch.tensor(numbers, dtype=self.trailer.dtype))
+            return
+        there = [(at, one) for at, one in enumerate(numbers) if isinstance(one, Tensor)]
+        if self._pinned is None:
+            self._pinned = pinned_like(self.trailer)
+        # The last step's copy is over: its sum was read since.
+        here = [0.0 if isinstance(one, Tensor) else one for one in numbers]
+        self._pinned.copy_(torch.tensor(here, dtype=self.trailer.dtype))
+        self.trailer.copy_(self._pinned, non_blocking=True)
+        for at, one in there:
+            self.trailer[at].copy_(one)
 
     def begin(self, number: int, flat: Tensor, views: Sequence[Tensor]) -> Callable[[], float]:
         """Start the all-reduce of a filled message, or run it.

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
-from dure.collectives.trailer import Numbers, Trailer, TrailerField, summed_field
+from dure.collectives.trailer import Number, Numbers, Trailer, TrailerField, summed_field
 from dure.errors import DureError
+from dure.machine.devices import is_cpu, marked
 from dure.parallel.data.buckets import AllReduceTransfer, BucketPlan, GradientSpec
 from dure.parallel.data.messages import BucketMessages
 from dure.parallel.data.reduction_settings import (
@@ -72,8 +73,9 @@ class Reducer:
 
     trailer_sums: sums of the trailer's fields in the last pass. transfers: all-reduces of the last
         pass.
-    computed: end of its backward, in seconds of `time.perf_counter`. missing: by index, the zeros
-    that this rank sent for missing gradients.
+    computed: end of its backward, in seconds of `time.perf_counter`. reading, read_at: on an
+    accelerator, an event before the trailer was read, and the time after. missing: by index, the
+    zeros that this rank sent for missing gradients.
     """
 
     def __init__(
@@ -92,6 +94,8 @@ class Reducer:
         self.active = False
         self.next = 0
         self.computed = 0.0
+        self.reading: torch.Event | None = None
+        self.read_at = 0.0
         self.trailer_sums: dict[str, list[float]] = {}
         self.missing: dict[int, Tensor] = {}
         self.transfers: list[AllReduceTransfer] = []
@@ -289,7 +293,7 @@ class Reducer:
         else:
             self._transfer_beside(messages, number, flat, views)
 
-    def _said(self) -> dict[str, Sequence[float]]:
+    def _said(self) -> dict[str, Sequence[Number]]:
         """Return this rank's trailer: its owner's numbers, and which gradients it has used."""
         said = dict(self.owner.tail_numbers(self._entered))
         if not self.how.static:
@@ -349,7 +353,12 @@ class Reducer:
 
     def _arrived(self, messages: BucketMessages) -> None:
         """Decode the trailer, and set gradients of parameters that only other ranks have used."""
+        device = messages.trailer.device
+        if not is_cpu(device):
+            self.reading = marked(device)
         self.trailer_sums = self.trailer.decode(messages.trailer.tolist())
+        if not is_cpu(device):
+            self.read_at = time.perf_counter()
         # A gradient that no rank has used stays None, so that the optimizer skips the parameter. A
         # compressor may send residuals of earlier steps, though no rank has used the parameter in
         # this step.
@@ -428,6 +437,22 @@ class Reducer:
         if not self.how.static:
             fields.append(summed_field("used", len(self.parameters)))
         return Trailer(fields, self.group.rank, self.group.size)
+
+    def computed_until(self, computed: float) -> None:
+        """Set the end of backward on an accelerator, before `account`.
+
+        computed: in seconds of `time.perf_counter`. The last sum ended when the trailer was read.
+        Sums that could begin only after backward begin there.
+        """
+        self.computed = computed
+        if self.transfers:
+            last = self.transfers[-1]
+            self.transfers[-1] = last._replace(end=max(last.start, self.read_at))
+        if self.way != "beside":
+            self.transfers = [
+                one._replace(start=max(one.start, computed), end=max(one.end, computed))
+                for one in self.transfers
+            ]
 
     def account(self, step: int, arrivals: Sequence[float] | None = None) -> None:
         """Report the last pass to the meter.

@@ -41,6 +41,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from dure.collectives.all_reduce import Algorithm
@@ -61,6 +62,7 @@ from dure.contracts.training_options import ALL, Part
 from dure.data.batches import check_joint_batch, largest_piece
 from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.errors import LossNotFiniteError
+from dure.machine.devices import seconds_between
 from dure.memory.formula import WHOLE, MemoryShares
 from dure.memory.offload.offload_setting import Offload, parse_offload
 from dure.memory.recompute_setting import Recompute, as_recompute
@@ -88,9 +90,10 @@ from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
 from dure.privacy.example_level import ExampleLevel, PrivacyBudget, PrivacyRequest
 from dure.privacy.per_example.unsupported_layers import check_layers
 from dure.randomness.seeds import derive
+from dure.record.meter import DeviceSpans, step_clock
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces, check_rank_pieces
-from dure.tasks.gradient_accumulation import check_accumulate
+from dure.tasks.gradient_accumulation import check_accumulate, unread_loss
 from dure.tensors.backward import backward_from
 
 if TYPE_CHECKING:
@@ -366,9 +369,10 @@ class DataParallelLearner(SingleLearner):
         # each rank.
         self.rank_state_differs = how.compresses
         self.started = common_start(self.group, context.clock_offset)
-        self._loss = 0.0
+        self._loss: float | Tensor = 0.0
         self._counted = 0.0
         self._asked = 0
+        self._computed: torch.Event | None = None
 
     def gradients(self, indices: Tensor, control_flags: int) -> StepResult:
         """Compute the joint batch's gradient and store it in the parameters, equal on all ranks.
@@ -391,6 +395,8 @@ class DataParallelLearner(SingleLearner):
         else:
             # The other ranks wait for equally many messages from this rank.
             self.reducer.take_part()
+        if self.spans is not None:
+            self._account_device(self.spans)
         heard = self.reducer.trailer_sums
         self.reducer.account(self.step + 1, self._last_arrivals(heard))
         # All ranks have all losses, so all of them raise in the same step, before any update.
@@ -408,34 +414,44 @@ class DataParallelLearner(SingleLearner):
         mean = self.losses.settle(sum(heard["loss"]), indices, sum(heard["count"]), gradients)
         return StepResult(mean, len(indices), int(heard["control_flags"][0]))
 
+    def _account_device(self, spans: DeviceSpans) -> None:
+        """Count the computations on the accelerator, whose end the trailer has waited for."""
+        reading, now = self.reducer.reading, self.reducer.read_at
+        assert reading is not None
+        spans.passed(reading, now)
+        if self._computed is not None:
+            self.reducer.computed_until(now - seconds_between(self._computed, reading))
+            self._computed = None
+
     def backward(self, piece: Tensor, batch: Tensor) -> None:
         """Run forward and backward over a piece of the joint batch, weighted by its share.
 
         Gradients are sent during backward, unless the reducer is paused because more pieces follow.
         """
         inputs, targets = self.read(piece)
-        started = time.perf_counter()
+        clock = step_clock(self.group.meter, self.spans, self.step + 1)
         if self.private is not None:
             self._clipped_backward(self.private, inputs, targets)
             return
         share = self.losses.share(piece, batch)
         with self.computing(), self.offloaded.saving(inputs, targets):
             loss, count = self.losses.part(self.model(inputs), targets, len(piece), share)
-        # on a GPU `item` waits for forward, so that forward and backward are timed separately
-        self._loss += float(loss.item())
+        # On an accelerator the trailer takes the loss from there, and the host does not wait.
+        self._loss = self._loss + unread_loss(loss)
         self._counted += count
-        forwarded = time.perf_counter()
-        meter = self.group.meter
-        meter.compute("forward", started, forwarded, self.step + 1)
+        clock.did("forward")
         self.reducer.look_at([loss])
         sums = self.reducer.enabled
         if sums:
             self.reducer.begin()
         loss.backward()  # type: ignore[no-untyped-call]
+        if self.spans is not None:
+            clock.did("backward")
+            self._computed = self.spans.mark() if sums else None
         if sums:
             self.reducer.finish()
-        computed = self.reducer.computed if sums else time.perf_counter()
-        meter.compute("backward", forwarded, computed, self.step + 1)
+        if self.spans is None:
+            clock.did("backward", self.reducer.computed if sums else None)
 
     def _clipped_backward(self, private: ExampleLevel, inputs: Any, targets: Any) -> None:
         """Run `backward` with the sum of clipped gradients in place of the gradient."""
@@ -481,7 +497,7 @@ class DataParallelLearner(SingleLearner):
     def tail_numbers(self, entered: Sequence[float]) -> Numbers:
         """Return this rank's numbers for these fields, when its last message is sent."""
         now = time.perf_counter()
-        said: dict[str, Sequence[float]] = {
+        said: dict[str, Sequence[float | Tensor]] = {
             "loss": [self._loss],
             "arrival": [now - self.started],
             # Differences of the same clock: small numbers, precise in float32. 0 stands for an

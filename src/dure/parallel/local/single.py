@@ -68,7 +68,7 @@ from dure.privacy.example_level import ExampleLevel, PrivacyBudget, PrivacyReque
 from dure.privacy.per_example.unsupported_layers import check_layers
 from dure.privacy.poisson import PoissonBatches
 from dure.randomness.seeds import seed_generators
-from dure.record.meter import Meter, StepClock
+from dure.record.meter import Meter, device_spans, step_clock
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
@@ -281,6 +281,9 @@ class SingleLearner(Learner):
 
     unit = "step"
 
+    waits_for_update: ClassVar[bool] = True
+    """Whether a step without events ends with a wait for the accelerator."""
+
     def __init__(
         self,
         task: Task,
@@ -316,6 +319,9 @@ class SingleLearner(Learner):
             drop_last=self.train_examples.sampling.drop_last,
         )
         self.examples = self.batches.visited
+        # The gradients of DP-SGD, and those of threads, are waited for.
+        by_events = wanted is None and context.kind == "ranks"
+        self.spans = device_spans(self.group.meter, self.device) if by_events else None
         self.private: ExampleLevel | None = None
         if wanted is not None:
             self.private = ExampleLevel(
@@ -362,22 +368,23 @@ class SingleLearner(Learner):
         indices = self.batches.at(self.step)
         progress = self.gradients(indices, control_flags)
         self.trim()
-        started = time.perf_counter()
+        clock = step_clock(self.group.meter, self.spans, self.step + 1)
         if self.rates is not None:
             self.rates.at(self.step)
         self.optimizer.step()
-        synchronize(self.device)  # so that the measured time includes the kernels
-        self.group.meter.compute("update", started, time.perf_counter(), self.step + 1)
+        if self.spans is None and self.waits_for_update:
+            synchronize(self.device)  # so that the measured time includes the kernels
+        clock.did("update")
         self.step += 1
         return progress
 
     def trim(self) -> None:
         """Clip and freeze gradients as the task requires, before the optimizer's step."""
         if self.trimming.asked:
-            started = time.perf_counter()
+            clock = step_clock(self.group.meter, self.spans, self.step + 1)
             # Ranks have the same sums, and so the same norm: nothing is sent.
             self.trimming.at(self.step)
-            self.group.meter.compute("clip", started, time.perf_counter(), self.step + 1)
+            clock.did("clip")
 
     def _seed_step(self, step: int) -> None:
         seed_generators(
@@ -389,7 +396,7 @@ class SingleLearner(Learner):
         if self.private is not None:
             return self._private_gradients(self.private, indices, control_flags)
         self.optimizer.zero_grad(set_to_none=True)
-        clock = StepClock(self.group.meter, self.step + 1)
+        clock = step_clock(self.group.meter, self.spans, self.step + 1)
 
         def read(piece: Tensor) -> tuple[Any, Any]:
             batch = self.read(piece)
@@ -411,6 +418,7 @@ class SingleLearner(Learner):
             backward=backward,
             parameters=self.model.parameters(),
         )
+        clock.read()
         if not math.isfinite(found.loss):
             raise LossNotFiniteError(found.loss, self.where, f"step {self.step + 1}")
         return StepResult(found.loss if found.counted else None, len(indices), control_flags)

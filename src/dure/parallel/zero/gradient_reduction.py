@@ -366,7 +366,7 @@ class GradientReduction:
         said = {**self._say(), "used": used}
         if self.stage == 3:
             said["late"] = late
-        return self.trailer.encode(said)
+        return list(map(float, self.trailer.encode(said)))
 
     def _settle(self, sent: _Sent) -> None:
         """Wait for a message and move its sum to its destination."""

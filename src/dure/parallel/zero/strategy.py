@@ -56,10 +56,11 @@ from dure.parallel.zero.chunk_collectives import ALGORITHMS, Algorithm
 from dure.parallel.zero.gradient_reduction import PiggybackFields
 from dure.parallel.zero.partition_layout import Stage
 from dure.parallel.zero.redundancy import ZeroRedundancy
+from dure.record.meter import StepClock
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces, check_rank_pieces
 from dure.tasks.evaluation import evaluate
-from dure.tasks.gradient_accumulation import check_accumulate
+from dure.tasks.gradient_accumulation import check_accumulate, read_losses, unread_loss
 from dure.tasks.loss_shares import NOTHING, LossShare
 from dure.tensors.buffers import load_non_persistent_buffers, non_persistent_buffers_of
 from dure.tensors.flat import check_no_shared_memory, trainable_by_name
@@ -183,6 +184,8 @@ class ZeROLearner(SingleLearner):
 
     by_parts = True
     averaged_tensors_are_parts = True
+    # The next step's sums wait for it.
+    waits_for_update = False
 
     def __init__(self, task: Task, context: RankContext, seed: int, strategy: ZeRO) -> None:
         super().__init__(
@@ -199,6 +202,8 @@ class ZeROLearner(SingleLearner):
             ),
             again=strategy._again(task, context.group.size),
         )
+        # The host waits for sums within forward and backward, so its clock counts.
+        self.spans = None
         self.strategy = strategy
         self.folder = context.folder
         check_rank_pieces(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
@@ -237,7 +242,7 @@ class ZeROLearner(SingleLearner):
         self.buffer_sync = buffer_sync_of(self.model)
         self.started = common_start(self.group, context.clock_offset)
         self._control_flags = 0
-        self._loss = 0.0
+        self._losses: list[float | Tensor] = []
         self._counted = 0.0
 
     def _watch_passes(self) -> None:
@@ -257,7 +262,7 @@ class ZeROLearner(SingleLearner):
         Raises LossNotFiniteError, on all ranks, if the loss of any rank is not finite.
         """
         self._control_flags = control_flags
-        self._loss = 0.0
+        self._losses = []
         self._counted = 0.0
         self.zero.zero_grad()
         part = self.train_examples.part(indices, self.group.rank, self.group.size)
@@ -301,22 +306,20 @@ class ZeROLearner(SingleLearner):
         The trailer of the last message has the loss, which is therefore known before backward ends.
         """
         inputs, targets = self.read(piece)
-        started = time.perf_counter()
+        clock = StepClock(self.group.meter, self.step + 1)
         # summed over pieces and ranks: the loss of the joint batch, and its gradient
         with self.offloaded.saving(inputs, targets):
             loss, count = self.losses.part(self.model(inputs), targets, len(piece), share)
-        self._loss += float(loss.item())
+        self._losses.append(unread_loss(loss))
         self._counted += count
-        forwarded = time.perf_counter()
+        clock.did("forward")
         loss.backward()  # type: ignore[no-untyped-call]
-        meter = self.group.meter
-        meter.compute("forward", started, forwarded, self.step + 1)
-        meter.compute("backward", forwarded, time.perf_counter(), self.step + 1)
+        clock.did("backward")
 
     def _say(self) -> Numbers:
         """Return this rank's numbers for the trailer."""
         said: dict[str, Sequence[float]] = {
-            "loss": [self._loss],
+            "loss": [sum(read_losses(self._losses), 0.0)],
             "arrival": [time.perf_counter() - self.started],
         }
         if self.losses.is_late:
