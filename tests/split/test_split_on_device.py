@@ -18,7 +18,8 @@ import dure
 from dure.split import placement
 from dure.tasks.parts import JoinedTask
 
-stand_in_device = pytest.importorskip("stand_in_device", exc_type=ImportError)
+pytest.importorskip("stand_in_device", exc_type=ImportError)
+pytestmark = pytest.mark.usefixtures("accelerator")
 
 ACC = torch.device("acc:0")
 APART = 1e-12
@@ -239,7 +240,11 @@ def test_a_device_that_is_not_here_is_refused(tmp_path: Path) -> None:
 
 def test_a_device_is_asked_for_the_dtypes_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.dtype] = []
-    monkeypatch.setattr(placement, "check_dtype", lambda device, dtype: asked.append(dtype))
+    monkeypatch.setattr(
+        placement,
+        "check_device_dtypes",
+        lambda kinds, dtypes: asked.extend(sorted(dtypes, key=str)),
+    )
     for doubles in (False, True):
         placed = placement.model_on(nn.Linear(2, 2), ACC, doubles)
         assert next(placed.parameters()).device == ACC

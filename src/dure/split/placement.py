@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from dure.machine.devices import check_dtype, is_cpu
+from dure.machine.devices import check_device_dtypes
 from dure.split.leakage.defence import Defence
 
 
@@ -17,10 +17,8 @@ def model_on(model: nn.Module, device: torch.device, doubles: bool = False) -> n
     doubles: whether the run also computes in float64 there (`needs_doubles`). Raises ValueError for
     a device without a dtype that the run needs.
     """
-    if not is_cpu(device):
-        dtypes = {one.dtype for one in chain(model.parameters(), model.buffers())}
-        for dtype in sorted(dtypes | ({torch.float64} if doubles else set()), key=str):
-            check_dtype(device, dtype)
+    dtypes = {one.dtype for one in chain(model.parameters(), model.buffers())}
+    check_device_dtypes([device.type], dtypes | ({torch.float64} if doubles else set()))
     return model.to(device).train()
 
 
