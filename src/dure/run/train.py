@@ -24,6 +24,7 @@ from dure.contracts.strategy import Proof, Strategy, World, unused_copy
 from dure.contracts.task import Task
 from dure.errors import DureError, RunFolderError, described, exit_is_a_failure, text_of
 from dure.machine.compiler import deferred_compiler
+from dure.machine.devices import check_dtype, device_of
 from dure.machine.user_code import call_with_modules, user_modules_of
 from dure.memory.file_backed_init import in_files_like, why_not
 from dure.randomness.seeds import generators_state, restore_generators
@@ -702,8 +703,17 @@ def _check_target(stop: Stop, measured: Sequence[str], serves: bool) -> None:
 
 
 def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
-    """Raise ValueError for a model on a device that the run does not use, or on several devices."""
+    """Raise ValueError for a model on a device that the run does not use, or on several devices.
+
+    Also for a device of simulated clients that does not have the numbers of the model.
+    """
     tensors = [*model.parameters(), *model.buffers()]
+    name = None if world.conditions is None else world.conditions.device
+    if name is not None:
+        # The run moves the model.
+        for dtype in {tensor.dtype for tensor in tensors}:
+            check_dtype(device_of(name), dtype)
+        return
     there = sorted({str(tensor.device) for tensor in tensors} - {"cpu", "meta"})
     if not there:
         return
@@ -720,7 +730,8 @@ def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
             f"the task's model function returns a model on {there[0]}, but this system computes "
             "on the CPU: return the model on the CPU. Ranks and a single worker compute on the "
             "device of --device (dure.Processes(device=...), SingleWorker(device=...)), threads on "
-            "that of --devices, and simulated clients of federated systems on the model's"
+            "that of --devices, simulated clients on that of --device "
+            "(dure.Simulated(device=...)), and those of federated systems by default on the model's"
         )
 
 
