@@ -45,6 +45,16 @@ server.preload("pytest", "hypothesis")  # which ranks import that play a functio
 torch.set_num_threads(int(os.environ.get("DURE_TESTS_THREADS", "1")))
 
 
+@pytest.fixture
+def accelerator() -> Iterator[str]:
+    """The stand-in device: its name, while it is present."""
+    stand_in_device = pytest.importorskip(
+        "stand_in_device", reason="no C++ compiler: apt-get install g++", exc_type=ImportError
+    )
+    with stand_in_device.present():
+        yield stand_in_device.NAME
+
+
 SLOW = {
     "worlds",
     "parallel",

@@ -601,5 +601,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                           {"to_host", counts.to_host}, {"to_host_bytes", counts.to_host_bytes},
                                           {"synchronisations", counts.synchronisations}};
   });
+  module.def("alias", [](const at::Tensor& tensor) { return is_there(tensor) ? alias_of(tensor) : tensor; });
   module.def("default_generator", [](int device) { return default_generator(device); });
 }

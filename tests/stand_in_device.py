@@ -1,7 +1,9 @@
 """Stand-in accelerator for tests without a GPU: torch device "acc", whose memory is the CPU's.
 
 `import stand_in_device` builds and registers the device (stand_in_device.cpp, which says what it
-does); the import raises ImportError where there is no C++ compiler. `four devices` are present.
+does); the import raises ImportError where there is no C++ compiler. No device is present until
+`present` or the variable STAND_IN_DEVICES says so, which ranks inherit: other tests in the same
+process must not find an accelerator. The fixture `accelerator` (tests/conftest.py) does both.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sysconfig
@@ -63,8 +66,27 @@ def _loaded() -> Any:
     return module
 
 
+VARIABLE = "STAND_IN_DEVICES"
+
 torch.utils.rename_privateuse1_backend(NAME)
 core = _loaded()
+core.set_device_count(int(os.environ.get(VARIABLE, "0")))
+
+
+@contextmanager
+def present(count: int = 4) -> Iterator[None]:
+    """Context manager: so many devices are present, in this process and in those that it starts."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = str(count)
+    core.set_device_count(count)
+    try:
+        yield
+    finally:
+        core.set_device_count(int(before or 0))
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
 
 
 class DeviceModule:
@@ -79,7 +101,7 @@ class DeviceModule:
 
     @staticmethod
     def is_initialized() -> bool:
-        return True
+        return bool(core.device_count() > 0)
 
     @staticmethod
     def _is_in_bad_fork() -> bool:

@@ -455,10 +455,10 @@ class Federated(Strategy):
                 "poisoned examples: leave one of the two out"
             )
         _check_names([*self.measures(task, model, conditions), FAILURES])
-        self.check_engine(task, conditions.engine, model)
         name = conditions.device
         there = device_of_model(model) if name is None else device_of(name)
         check_place(conditions.engine, name, there)
+        self.check_engine(task, conditions.engine, model)
         algorithm = self._tried(task, model, clients or 1)
         if algorithm is not None and algorithm.has_own_objective:
             check_objective(conditions.engine)

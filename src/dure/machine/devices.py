@@ -232,8 +232,10 @@ def has_accelerator() -> bool:
     return kind is not None and device_count(kind) > 0
 
 
-def fork_objection() -> str | None:
+def fork_objection(*, gradients: bool = False) -> str | None:
     """Return why a forked process could not compute on the CPU, in words; None if it can.
+
+    gradients: whether this process will have computed gradients before it forks.
 
     On a machine with an accelerator the first backward pass of a process, also on the CPU, starts
     autograd's threads for the devices. They do not survive a fork, and autograd refuses to compute
@@ -246,7 +248,7 @@ def fork_objection() -> str | None:
     kind = _written(accelerator() or "")
     if in_use():
         return f"a process that uses {kind} does not allow"
-    if _has_autograd_threads():
+    if gradients or _has_autograd_threads():
         return f"a process that has computed gradients on a machine with {kind} does not allow"
     return None
 

@@ -2,9 +2,9 @@
 
 The state machines are those of real processes, and the gradients are computed; only the time is
 simulated. The duration of a gradient follows from the worker's device, the duration of a message
-from the links (`virtual`). The servers' weights and all messages are in the CPU's memory, and gradients
-are computed on the device of the run. A straggler among four workers, or a thousand workers at a server's
-link, cost no more than their gradients, and a run is reproducible to the bit.
+from the links (`virtual`). A straggler among four workers, or a thousand workers at a server's
+link, cost no more than their gradients, and a run is reproducible to the bit. The servers' weights
+and all messages are in the CPU's memory; gradients are computed on the device of the run.
 """
 
 from __future__ import annotations

@@ -18,10 +18,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from dure.contracts.task import Task
 from dure.errors import PolicyError
 from dure.federated.privacy.privacy_settings import Privacy, parse_privacy
 from dure.federated.privacy.secure_aggregation.trust import semi_honest_reason
+from dure.machine.devices import chosen_device
 from dure.references import is_reference
 from dure.run.client_references import ClientReferences
 from dure.wire import owners_roster
@@ -64,6 +67,8 @@ class ConnectionOptions:
         rules: code of your own that the run may use, as path/to/file.py:Name: a partition, an
             aggregator or a selection. The server chooses by the names of file and class, and can
             name no other code.
+        device: device on which this client trains: cpu, cuda, cuda:1; auto, a GPU if there is one,
+            else the CPU; by default the device of the model that the task makes.
     """
 
     name: str = ""
@@ -77,6 +82,15 @@ class ConnectionOptions:
     owner: str = ""
     insecure: bool = False
     rules: tuple[str, ...] = ()
+    device: str = ""
+
+    @property
+    def computes_on(self) -> torch.device | None:
+        """Device that the user has named; None without one.
+
+        Raises ValueError for a device that does not exist here.
+        """
+        return chosen_device(self.device) if self.device else None
 
     @property
     def give_up_seconds(self) -> float | None:

@@ -28,7 +28,7 @@ from dure.federated.protections import SecureClientContext
 from dure.federated.server.pacing import Pacing
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
-from dure.machine.devices import device_of_model, to_cpu, to_device
+from dure.machine.devices import check_dtype, device_of_model, set_current, to_cpu, to_device
 from dure.protocol.messages import (
     NOT_FINITE,
     Assignment,
@@ -82,6 +82,7 @@ class ClientTraining:
         sums: the client's knowledge for secure sums of updates; by default only the run and the
             policy.
         ask: resolves the site's own code that the server names; by default refuses all.
+        computes_on: device of the model; None leaves the model where the task makes it.
 
     Raises ValueError for a task without training data, which would occupy a place without training.
     """
@@ -98,6 +99,7 @@ class ClientTraining:
     evaluations: EvaluationBound | None = None
     sums: SecureClientContext | None = None
     ask: ReferencePolicy = refuse
+    computes_on: torch.device | None = None
     _began: dict[int, float] = field(default_factory=dict)
     _told_bad: bool = False
 
@@ -111,6 +113,9 @@ class ClientTraining:
             )
         self.wants = self.part
         self.model: nn.Module = seeded_model(self.task, 0)
+        if self.computes_on is not None:
+            for dtype in {one.dtype for one in self.model.state_dict().values()}:
+                check_dtype(self.computes_on, dtype)
         check_dtypes(self.task, self.model, partial(unused_copy, self.model, self.task, 0))
 
     @property
@@ -148,7 +153,10 @@ class ClientTraining:
         # Also if the server omits it: the strategy's own settings promise secure sums.
         self.holds = welcome.holds or strategy.privacy.secure is not None
         self.model = seeded_model(self.task, welcome.seed)
+        if self.computes_on is not None:
+            self.model.to(self.computes_on)
         self.device = device_of_model(self.model)
+        set_current(self.device)
         self.clients: FederatedClients = build_client(
             strategy,
             self.task.on(self.device),
@@ -209,7 +217,7 @@ class ClientTraining:
         Weights drawn under the same seed may differ between processors.
         """
         served = welcome.trains.frozen
-        own = frozen_of(self.model)
+        own = to_cpu(frozen_of(self.model))
         if served is None or served == digest_of(own):
             return
         size = welcome.trains.frozen_bytes

@@ -14,6 +14,7 @@ from pathlib import Path
 from dure.contracts.task import Task
 from dure.federated.protections import SecureClientContext
 from dure.machine.compiler import deferred_compiler
+from dure.machine.devices import to_cpu
 from dure.machine.threads import threads
 from dure.run import party_site
 from dure.run.client_site import ConnectionOptions, opened, path_of
@@ -56,6 +57,7 @@ def join(
     owner: str = "",
     insecure: bool = False,
     rules: Sequence[str] = (),
+    device: str = "",
     stop: threading.Event | None = None,
     on_progress: Progress = _ignore,
 ) -> str:
@@ -76,6 +78,7 @@ def join(
         owner: as in `dure.run.client_site.ConnectionOptions`.
         insecure: as in `dure.run.client_site.ConnectionOptions`.
         rules: as in `dure.run.client_site.ConnectionOptions`.
+        device: as in `dure.run.client_site.ConnectionOptions`.
         stop: event that ends the client when it is set.
         on_progress: receives events, such as ("training", {"round": 3}).
 
@@ -99,9 +102,10 @@ def join(
         owner,
         insecure,
         tuple(rules),
+        device,
     )
     # Before the connection: an unusable task spends no token.
-    training = ClientTraining(task, name, part)
+    training = ClientTraining(task, name, part, computes_on=reach.computes_on)
     with opened(
         url,
         reach,
@@ -151,7 +155,7 @@ def join(
         training.begin(welcome, None if kept.temporary else kept.memory())
         session.expects = training.forms()
         training.take_frozen(session, welcome)
-        frozen = frozen_of(training.model)
+        frozen = to_cpu(frozen_of(training.model))
         if frozen and not kept.temporary:
             kept.keep_frozen(frozen)
         with threads(training.threads), deferred_compiler():
@@ -171,7 +175,7 @@ def check(url: str, task: Task, reach: ConnectionOptions) -> Iterator[str]:
     machine, and the check-in is in the log of outgoing messages. Raises the errors of `join`, after
     `CHECK_SECONDS` if the server is unreachable.
     """
-    training = ClientTraining(task, reach.name, reach.part)
+    training = ClientTraining(task, reach.name, reach.part, computes_on=reach.computes_on)
     reach = replace(reach, give_up=CHECK_SECONDS / 3600)
     with opened(url, reach, threading.Event()) as site:
         kept = site.kept

@@ -201,7 +201,7 @@ def check_place(wanted: str, name: str | None, device: torch.device) -> None:
     name: the device of the run's conditions; None is the device of the task's model. device: the
     device that the run computes on.
     """
-    where = "here" if wanted == "auto" else ENGINE_SPECS[wanted].where
+    where = ENGINE_SPECS[wanted].where if wanted in ENGINE_SPECS else "here"
     if where == "here" or is_cpu(device):
         return
     if where == "processes":
@@ -233,8 +233,9 @@ def _check_name(wanted: str) -> None:
         return
     if wanted not in ENGINE_SPECS:
         raise ValueError(f"there is no engine {wanted!r}; choose auto or one of {', '.join(NAMES)}")
-    where = ENGINE_SPECS[wanted].where
-    objection = fork_objection() if where == "processes" else None
+    where, batched = ENGINE_SPECS[wanted].where, ENGINE_SPECS[wanted].batched
+    # Batched training is tested first, on gradients that this process computes.
+    objection = fork_objection(gradients=batched) if where == "processes" else None
     if objection is not None:
         raise ValueError(
             f"the engine {wanted} needs forked processes, which {objection}: use loop, batched or "
