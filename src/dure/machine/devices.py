@@ -232,10 +232,10 @@ def has_accelerator() -> bool:
     return kind is not None and device_count(kind) > 0
 
 
-def fork_objection(*, gradients: bool = False) -> str | None:
+def fork_objection(*, autograd: bool) -> str | None:
     """Return why a forked process could not compute on the CPU, in words; None if it can.
 
-    gradients: whether this process will have computed gradients before it forks.
+    autograd: whether the forked process computes by autograd.
 
     On a machine with an accelerator the first backward pass of a process, also on the CPU, starts
     autograd's threads for the devices. They do not survive a fork, and autograd refuses to compute
@@ -248,7 +248,7 @@ def fork_objection(*, gradients: bool = False) -> str | None:
     kind = _written(accelerator() or "")
     if in_use():
         return f"a process that uses {kind} does not allow"
-    if gradients or _has_autograd_threads():
+    if autograd and _has_autograd_threads():
         return f"a process that has computed gradients on a machine with {kind} does not allow"
     return None
 

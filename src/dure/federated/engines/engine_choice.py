@@ -234,8 +234,8 @@ def _check_name(wanted: str) -> None:
     if wanted not in ENGINE_SPECS:
         raise ValueError(f"there is no engine {wanted!r}; choose auto or one of {', '.join(NAMES)}")
     where, batched = ENGINE_SPECS[wanted].where, ENGINE_SPECS[wanted].batched
-    # Batched training is tested first, on gradients that this process computes.
-    objection = fork_objection(gradients=batched) if where == "processes" else None
+    # Batched training has backward passes of its own.
+    objection = fork_objection(autograd=not batched) if where == "processes" else None
     if objection is not None:
         raise ValueError(
             f"the engine {wanted} needs forked processes, which {objection}: use loop, batched or "
