@@ -54,6 +54,14 @@ def test_clients_on_a_gpu_walk_the_path_of_the_cpu(name: str, engine: Any) -> No
         assert one.metrics == pytest.approx(other.metrics, abs=1e-6)
 
 
+def test_a_device_of_the_world_is_that_of_a_model_made_there() -> None:
+    strategy = dure.FedAvg(4, batch_size=5)
+    named = dure.train(small_task(), strategy, dure.Simulated(device="cuda"), ROUNDS, seed=3)
+    made = dure.train(small_task(model=there(network)), strategy, stop=ROUNDS, seed=3)
+    assert named.model[0].weight.device.type == "cpu"  # type: ignore[index,union-attr]
+    assert apart(named, made) < CLOSE
+
+
 def pictures() -> nn.Module:
     layers = [
         nn.Conv2d(1, 4, 3),

@@ -73,7 +73,8 @@ def test_a_model_on_two_devices_is_refused_by_simulated_clients() -> None:
 
 
 @pytest.mark.parametrize("engine", ["loop-processes", "batched-processes"])
-def test_forked_clients_are_refused_where_there_is_a_gpu(engine: Any) -> None:
+def test_clients_are_not_forked_by_a_process_that_uses_the_gpu(engine: Any) -> None:
+    torch.zeros(1, device=GPU)
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
         dure.train(small_task(), dure.FedAvg(3), dure.Simulated(engine=engine), dure.Stop(rounds=1))
 

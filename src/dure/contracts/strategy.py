@@ -329,8 +329,14 @@ class RankContext:
         A learner calls this method once and copies the model for other uses (`unused_copy`).
         """
         model = self.host_model(task, seed)
+        if self.kind == "clients":
+            known = self.conditions
+            # By default clients compute where the task makes the model.
+            moves = known is not None and known.device is not None
+        else:
+            moves = self.kind == "ranks" and not is_cpu(self.device)
         # The weights are drawn where the task draws them, and are therefore the same on any device.
-        return model if self.kind != "ranks" or is_cpu(self.device) else model.to(self.device)
+        return model.to(self.device) if moves else model
 
     def host_model(self, task: Task, seed: int) -> nn.Module:
         """Return the run's newly created model where the task creates it, usually on the CPU."""

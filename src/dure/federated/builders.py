@@ -467,9 +467,11 @@ def _models(task: Task, model: nn.Module, seed: int) -> Callable[[], nn.Module]:
     # Jobs carry trained weights alone, so all models here need the frozen weights of the run. These
     # share the run's memory: a resumed run loads the frozen weights of its checkpoint into it.
     frozen = frozen_of(model)
+    device = device_of_model(model)
 
     def one_more() -> nn.Module:
-        made = unused_copy(fresh, task, seed)
+        # A model that cannot be copied is made anew, wherever the task makes it.
+        made = unused_copy(fresh, task, seed).to(device)
         load_frozen(made, frozen)
         return made
 
@@ -512,6 +514,7 @@ def _engines(
                 noised=noised,
                 objective=objective,
                 deadline=conditions.deadline,
+                device=conditions.device,
             )
         )
 

@@ -34,6 +34,7 @@ from dure.federated.engines.engine_choice import (
     EngineInputs,
     check_engine,
     check_objective,
+    check_place,
     engine_for,
 )
 from dure.federated.engines.job import ClientEngine
@@ -61,6 +62,7 @@ from dure.federated.server.sampling import PerClientPoisson, Selection, Uniform,
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.fleet.conditions import Conditions
 from dure.fleet.malicious import attacker_count
+from dure.machine.devices import device_of, device_of_model
 from dure.privacy.accountant import check_delta
 from dure.privacy.example_level import proven
 from dure.privacy.per_example.unsupported_layers import check_layers
@@ -453,6 +455,9 @@ class Federated(Strategy):
                 "poisoned examples: leave one of the two out"
             )
         _check_names([*self.measures(task, model, conditions), FAILURES])
+        name = conditions.device
+        there = device_of_model(model) if name is None else device_of(name)
+        check_place(conditions.engine, name, there)
         self.check_engine(task, conditions.engine, model)
         algorithm = self._tried(task, model, clients or 1)
         if algorithm is not None and algorithm.has_own_objective:

@@ -11,6 +11,7 @@ from dure.fleet.attacks import Attack, NoAttack, parse_attack
 from dure.fleet.availability import Always, Availability, parse_availability
 from dure.fleet.devices import Devices, Equal, parse_devices
 from dure.fleet.energy import Energy, NoEnergy, parse_energy
+from dure.machine.devices import AUTO, chosen_device
 from dure.settings import parse_fields, read_bytes
 
 EngineName = Literal[
@@ -57,6 +58,8 @@ class Conditions:
             its training, for dure audit; 0 stores none.
         deadline: seconds without a training step after which a training process, of this machine or
             of a Ray cluster, counts as hung, and the run ends with an error that names the client.
+        device: device on which clients and server are computed: cpu, cuda, cuda:1; auto, a GPU if
+            there is one, else the CPU; by default the device of the task's model.
     """
 
     devices: Devices = field(default_factory=Equal)
@@ -74,6 +77,7 @@ class Conditions:
     transfer_budget: int | str | None = None
     keep_updates: int = 0
     deadline: float = 60.0
+    device: str | None = None
 
     def __post_init__(self) -> None:
         parse_fields(
@@ -124,6 +128,11 @@ class Conditions:
             )
         if self.processes is not None and self.processes < 1:
             raise ValueError(f"processes is {self.processes}, but it has to be at least 1")
+        if self.device is not None:
+            there = chosen_device(self.device)
+            # Stored as resolved, so that the run folder has the choice on this machine.
+            if self.device == AUTO:
+                object.__setattr__(self, "device", there.type)
 
     @property
     def bytes_each(self) -> int | None:
@@ -133,7 +142,10 @@ class Conditions:
         return budget
 
     def told(self) -> list[str]:
-        """Return the conditions that are not ideal: "devices stragglers:0.1:10", "drop out 0.3"."""
+        """Return the conditions that are not ideal: "devices stragglers:0.1:10", "drop out 0.3".
+
+        A device other than the CPU follows them.
+        """
         ideal = Conditions()
         names = (
             "devices",
@@ -151,4 +163,4 @@ class Conditions:
             f"{name.replace('_', ' ')} {getattr(self, name)}"
             for name in names
             if getattr(self, name) != getattr(ideal, name)
-        ]
+        ] + ([] if self.device in (None, "cpu") else [f"on {self.device}"])

@@ -16,10 +16,12 @@ Ranks of one machine divide its devices:
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,6 +74,31 @@ def device_of(name: str) -> torch.device:
         )
     # With its number, so that "cuda" and "cuda:0" are equal.
     return torch.device(device.type, device.index or 0)
+
+
+def chosen_device(name: str) -> torch.device:
+    """Return the device called `name`; "auto" is the accelerator if there is one, else the CPU.
+
+    Raises ValueError if the device does not exist here.
+    """
+    if name != AUTO:
+        return device_of(name)
+    kind = accelerator()
+    return torch.device(kind, 0) if kind is not None and device_count(kind) else CPU
+
+
+def is_type(name: str) -> bool:
+    """Return whether a name is a type of devices, such as "cuda", and no device with a number."""
+    return torch.device(name).index is None
+
+
+def ray_resource(kind: str) -> str:
+    """Return the name under which a Ray cluster counts devices of this type.
+
+    Ray finds the devices of these types itself. Of another type it knows what the cluster declares
+    under the type's name.
+    """
+    return {"cuda": "GPU", "xpu": "GPU", "npu": "NPU", "hpu": "HPU"}.get(kind, kind)
 
 
 def _written(kind: str) -> str:
@@ -199,6 +226,45 @@ def default_devices(workers: int | None, cores: int) -> tuple[str, ...]:
         workers = there or max(2, cores)
     # More workers than devices share them in turn.
     return tuple(f"{kind}:{worker % there}" if there else "cpu" for worker in range(workers))
+
+
+# Forked processes.
+
+
+def has_accelerator() -> bool:
+    """Return whether this machine has a device of the accelerator for which torch was built."""
+    kind = accelerator()
+    return kind is not None and device_count(kind) > 0
+
+
+def fork_objection(*, autograd: bool) -> str | None:
+    """Return why a forked process could not compute on the CPU, in words; None if it can.
+
+    autograd: whether the forked process computes by autograd.
+
+    On a machine with an accelerator the first backward pass of a process, also on the CPU, starts
+    autograd's threads for the devices. They do not survive a fork, and autograd refuses to compute
+    without them. Nor does an accelerator survive that the process has initialised.
+    """
+    if not hasattr(os, "fork"):
+        return "this system does not have"
+    if not has_accelerator():
+        return None
+    kind = _written(accelerator() or "")
+    if in_use():
+        return f"a process that uses {kind} does not allow"
+    if autograd and _has_autograd_threads():
+        return f"a process that has computed gradients on a machine with {kind} does not allow"
+    return None
+
+
+def _has_autograd_threads() -> bool:
+    """Return whether autograd has started its threads for devices; True without /proc."""
+    try:
+        names = [one.read_text() for one in Path("/proc/self/task").glob("*/comm")]
+    except OSError:
+        return True
+    return not names or any(name.startswith("pt_autograd") for name in names)
 
 
 # Time and order.

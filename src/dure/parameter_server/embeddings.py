@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.contracts.task import Task
+from dure.machine.devices import device_of, is_cpu
 from dure.parameter_server.first_rows import first_rows, key_of
 from dure.parameter_server.keys import KeyRange
 from dure.parameter_server.tables import (
@@ -71,6 +72,16 @@ def check_no_tables(model: nn.Module) -> None:
         raise ValueError(
             f"{name} is a sparse embedding, which this system does not support: use sparse=False, "
             "or ParameterServer"
+        )
+
+
+def check_tables_on(model: nn.Module, device: str | None) -> None:
+    """Check that workers on a device need no rows of tables; raises ValueError if they do."""
+    name = next(iter(embeddings_of(model)), None)
+    if name is not None and device is not None and not is_cpu(device_of(device)):
+        raise ValueError(
+            f"{name} is a sparse embedding, whose rows workers read in the CPU's memory, so they "
+            f"cannot be computed on {device}: use sparse=False, or the device cpu"
         )
 
 

@@ -28,6 +28,7 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import reader_on
 from dure.errors import LossNotFiniteError
+from dure.machine.devices import pinned_like
 from dure.parameter_server.embeddings import Tables, check_no_tables, dense_of, embeddings_of
 from dure.parameter_server.late_counts import LateCounts
 from dure.parameter_server.scheduler import BatchPart
@@ -129,6 +130,10 @@ class GradientComputation:
     def load(self, vectors: Sequence[Tensor]) -> None:
         """Set the weights, by vector."""
         self.flat.load(vectors)
+
+    def messages(self) -> list[Tensor] | None:
+        """Return vectors in the CPU's memory for the result of `of`; None if the model is there."""
+        return list(map(pinned_like, self.flat.buffers)) if self.flat.is_apart else None
 
     def rows_of(self, work: BatchPart, group: int) -> list[Tensor]:
         """Return the table rows that a part reads, by shard of tables; empty without tables.

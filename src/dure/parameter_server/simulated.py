@@ -3,7 +3,8 @@
 The state machines are those of real processes, and the gradients are computed; only the time is
 simulated. The duration of a gradient follows from the worker's device, the duration of a message
 from the links (`virtual`). A straggler among four workers, or a thousand workers at a server's
-link, cost no more than their gradients, and a run is reproducible to the bit.
+link, cost no more than their gradients, and a run is reproducible to the bit. The servers' weights
+and all messages are in the CPU's memory; gradients are computed on the device of the run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dure.contracts.strategy import Learner, RankContext, StepResult
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
 from dure.fleet.virtual_network import NodeLink, Transmission
+from dure.machine.devices import device_of_model, to_cpu
 from dure.parameter_server.compressed import compressors_of, push_bytes
 from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
 from dure.parameter_server.gradients import ComputedGradients
@@ -49,12 +51,12 @@ class SimulatedParameterServer(Learner):
     def __init__(
         self, task: Task, context: RankContext, seed: int, plan: ParameterServerPlan
     ) -> None:
-        self.task = task
         self.plan = plan
         self.seed = seed
         self.group = context.group
         self.conditions = context.conditions or Conditions()
         self.model = context.model(task, seed).train()
+        self.task = task = task.on(device_of_model(self.model))
         self.terms = plan.terms_with_tables(task, self.model, seed)
         self.shards = plan.shards(self.model)
         self.table_shards = plan.table_shards(self.model)
@@ -175,7 +177,8 @@ class SimulatedParameterServer(Learner):
         dense, rows = split_rows(values)
         self._load(dense)
         self.buffers.load(self.model, self.own_buffers[side.number])
-        found = self.computing.of(work, self.plan.group_of(side.number), side.name, rows)
+        group = self.plan.group_of(side.number)
+        found = self.computing.of(work, group, side.name, rows, self.computing.messages())
         if len(self.buffers):
             self.own_buffers[side.number] = self._buffers()
         self._computed.append(found)
@@ -261,7 +264,9 @@ class SimulatedParameterServer(Learner):
 
     def weights(self) -> dict[str, Tensor]:
         self._load_all()
-        return weights_of(self.model, self.tables, [rows.changed for rows in self._table_rows()])
+        changed = [rows.changed for rows in self._table_rows()]
+        weights: dict[str, Tensor] = to_cpu(weights_of(self.model, self.tables, changed))
+        return weights
 
     def state(self) -> dict[str, Any]:
         self._load_all()
@@ -276,7 +281,7 @@ class SimulatedParameterServer(Learner):
             "pushes": self.pushes,
             "spans": self.spans,
             "own_buffers": {number: list(own) for number, own in self.own_buffers.items()},
-            "buffers": non_persistent_buffers_of(self.model),
+            "buffers": to_cpu(non_persistent_buffers_of(self.model)),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:

@@ -6,7 +6,8 @@ partitions is p such devices with p links, and takes a pipeline's time for M mic
 
     examples / (p · speed) · (M + p - 1) / M
 
-(`dure.parallel.pipeline.builders` for the bubble). The results are the same.
+(`dure.parallel.pipeline.builders` for the bubble). The results are the same. The servers' weights
+and all messages are in the CPU's memory, and gradients are computed on the device of the run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dure.contracts.strategy import Learner, RankContext, StepResult
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
 from dure.fleet.virtual_network import NodeLink
+from dure.machine.devices import device_of_model, to_cpu
 from dure.parameter_server.compressed import compressors_of, push_bytes
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.gradients import ComputedGradients
@@ -66,12 +68,12 @@ class SimulatedReplicas(Learner):
     where = "server"
 
     def __init__(self, task: Task, context: RankContext, seed: int, plan: DownpourPlan) -> None:
-        self.task = task
         self.plan = plan
         self.seed = seed
         self.group = context.group
         self.conditions = context.conditions or Conditions()
         self.model = context.model(task, seed).train()
+        self.task = task = task.on(device_of_model(self.model))
         self.terms = plan.terms(task, self.model)
         self.shards = plan.shards(self.model)
         self.layout = plan.layout(self.model)
@@ -141,7 +143,9 @@ class SimulatedReplicas(Learner):
     def _compute(self, number: int, step: int, weights: Sequence[Tensor], now: float) -> VirtualJob:
         self._load(weights)
         self.buffers.load(self.model, self.own_buffers[number])
-        found = self.computing.mean(self.parts[number].at(step), (step, number), worker(number))
+        found = self.computing.mean(
+            self.parts[number].at(step), (step, number), worker(number), self.computing.messages()
+        )
         if len(self.buffers):
             self.own_buffers[number] = self._buffers()
         self._computed.append(found)
@@ -228,7 +232,8 @@ class SimulatedReplicas(Learner):
 
     def weights(self) -> dict[str, Tensor]:
         self._load_all()
-        return dict(self.model.state_dict())
+        weights: dict[str, Tensor] = to_cpu(dict(self.model.state_dict()))
+        return weights
 
     def state(self) -> dict[str, Any]:
         self._load_all()
@@ -241,7 +246,7 @@ class SimulatedReplicas(Learner):
             "unsent": {number: one.side.unsent for number, one in self.replicas.items()},
             "staleness": dict(self.staleness),
             "own_buffers": {number: list(own) for number, own in self.own_buffers.items()},
-            "buffers": non_persistent_buffers_of(self.model),
+            "buffers": to_cpu(non_persistent_buffers_of(self.model)),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ from dure.contracts.task import Task
 from dure.contracts.training_options import Part
 from dure.data.batches import check_joint_batch
 from dure.fleet.conditions import Conditions
+from dure.parameter_server.embeddings import check_tables_on
 from dure.parameter_server.plan import (
     CANNOT,
     TRAINS_WITH,
@@ -193,6 +194,7 @@ class ParameterServer(Strategy):
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Check that workers support the conditions; raises ValueError if not."""
         check_under(conditions)
+        check_tables_on(model, conditions.device)
 
     def run_assistant(self, task: Task, context: RankContext, seed: int) -> str:
         return run_server_or_worker(task, context, seed, self.plan)

@@ -24,7 +24,7 @@ from dure.contracts.task import Task
 from dure.errors import PolicyError
 from dure.federated.privacy.privacy_settings import Privacy, parse_privacy
 from dure.federated.privacy.secure_aggregation.trust import semi_honest_reason
-from dure.machine.devices import device_of
+from dure.machine.devices import chosen_device
 from dure.references import is_reference
 from dure.run.client_references import ClientReferences
 from dure.wire import owners_roster
@@ -67,8 +67,8 @@ class ConnectionOptions:
         rules: code of your own that the run may use, as path/to/file.py:Name: a partition, an
             aggregator or a selection. The server chooses by the names of file and class, and can
             name no other code.
-        device: device on which this client trains, such as cpu; by default the device of the
-            model that the task makes.
+        device: device on which this client trains: cpu, cuda, cuda:1; auto, a GPU if there is one,
+            else the CPU; by default the device of the model that the task makes.
     """
 
     name: str = ""
@@ -90,7 +90,7 @@ class ConnectionOptions:
 
         Raises ValueError for a device that does not exist here.
         """
-        return device_of(self.device) if self.device else None
+        return chosen_device(self.device) if self.device else None
 
     @property
     def give_up_seconds(self) -> float | None:

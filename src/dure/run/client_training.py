@@ -28,7 +28,13 @@ from dure.federated.protections import SecureClientContext
 from dure.federated.server.pacing import Pacing
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
-from dure.machine.devices import device_of_model, to_cpu, to_device
+from dure.machine.devices import (
+    check_device_dtypes,
+    device_of_model,
+    set_current,
+    to_cpu,
+    to_device,
+)
 from dure.protocol.messages import (
     NOT_FINITE,
     Assignment,
@@ -113,6 +119,9 @@ class ClientTraining:
             )
         self.wants = self.part
         self.model: nn.Module = seeded_model(self.task, 0)
+        if self.computes_on is not None:
+            dtypes = {one.dtype for one in self.model.state_dict().values()}
+            check_device_dtypes([self.computes_on.type], dtypes)
         check_dtypes(self.task, self.model, partial(unused_copy, self.model, self.task, 0))
 
     @property
@@ -153,6 +162,7 @@ class ClientTraining:
         if self.computes_on is not None:
             self.model.to(self.computes_on)
         self.device = device_of_model(self.model)
+        set_current(self.device)
         self.clients: FederatedClients = build_client(
             strategy,
             self.task.on(self.device),
@@ -213,7 +223,7 @@ class ClientTraining:
         Weights drawn under the same seed may differ between processors.
         """
         served = welcome.trains.frozen
-        own = frozen_of(self.model)
+        own = to_cpu(frozen_of(self.model))
         if served is None or served == digest_of(own):
             return
         size = welcome.trains.frozen_bytes

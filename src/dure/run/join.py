@@ -14,6 +14,7 @@ from pathlib import Path
 from dure.contracts.task import Task
 from dure.federated.protections import SecureClientContext
 from dure.machine.compiler import deferred_compiler
+from dure.machine.devices import to_cpu
 from dure.machine.threads import threads
 from dure.run import party_site
 from dure.run.client_site import ConnectionOptions, opened, path_of
@@ -155,7 +156,7 @@ def join(
         training.begin(welcome, None if kept.temporary else kept.memory())
         session.expects = training.forms()
         training.take_frozen(session, welcome)
-        frozen = frozen_of(training.model)
+        frozen = to_cpu(frozen_of(training.model))
         if frozen and not kept.temporary:
             kept.keep_frozen(frozen)
         with threads(training.threads), deferred_compiler():

@@ -722,12 +722,17 @@ def _check_target(stop: Stop, measured: Sequence[str], serves: bool) -> None:
 
 
 def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
-    """Raise ValueError for a model on a device that the run does not use, or on several devices."""
+    """Raise ValueError for a model on a device that the run does not use, or on several devices.
+
+    Also for a device that does not have the numbers of the model, or that cannot offload.
+    """
     used = {torch.device(name).type for name in strategy.computes_on or world.computes_on}
     if used - {"cpu"}:
         check_device_offload(strategy.offloaded)
     tensors = [*model.parameters(), *model.buffers()]
     check_device_dtypes(used, {tensor.dtype for tensor in tensors})
+    if world.conditions is not None and world.conditions.device is not None:
+        return  # the run moves the model
     there = sorted({str(tensor.device) for tensor in tensors} - {"cpu", "meta"})
     if not there:
         return
@@ -743,7 +748,8 @@ def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
             f"the task's model function returns a model on {there[0]}, but this system computes "
             "on the CPU: return the model on the CPU. Ranks and a single worker compute on the "
             "device of --device (dure.Processes(device=...), SingleWorker(device=...)), threads on "
-            "that of --devices, and simulated clients of federated systems on the model's"
+            "that of --devices, simulated clients on that of --device "
+            "(dure.Simulated(device=...)), and those of federated systems by default on the model's"
         )
 
 

@@ -30,6 +30,7 @@ from dure.errors import TooFewClientsError
 from dure.fleet.budget import TransferBudget
 from dure.fleet.conditions import Conditions
 from dure.fleet.server_link import ServerLink
+from dure.machine.devices import CPU, as_current, device_of
 from dure.protocol.carrier import (
     STEP,
     Action,
@@ -92,16 +93,23 @@ class Simulated(Conditions, World):
     def describe(self) -> str:
         return ", ".join(["simulated clients", *self.told()])
 
+    @property
+    def computes_on(self) -> tuple[str, ...]:
+        return () if self.device is None else (self.device,)
+
     def run(
         self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
+        device = CPU if self.device is None else device_of(self.device)
+
         def here(context: RankContext) -> Value:
             context.conditions = self
             # The program makes the clients, and gets a carrier to them.
             context.carrier = lambda clients, seed: FederationSimulation(self, clients, seed)
             return program(context)
 
-        return run_in_process(here, report, "server", self.kind, is_worker=False)
+        with as_current(device):
+            return run_in_process(here, report, "server", self.kind, (device,), is_worker=False)
 
 
 class SimulatedAssignment(NamedTuple):

@@ -142,6 +142,7 @@ def test_an_engine_that_is_gone_is_refused_with_those_that_there_are():
 
 def test_where_nothing_can_be_forked_processes_are_not_taken_and_are_refused(monkeypatch):
     monkeypatch.setattr(engine_choice, "forks_here", lambda: False)
+    monkeypatch.setattr(engine_choice, "fork_objection", lambda **_: "this system does not have")
     monkeypatch.setattr(engine_choice, "LONG_ROUND", 0.0)
     assert chosen()[0].name == "batched"
     with pytest.raises(ValueError, match="the engine loop-processes needs forked processes"):

@@ -4,7 +4,7 @@ Engines differ in rounding. So neither a clock nor the number of cores influence
 same run chooses the same engine on a busy machine and on another machine.
 
     many clients at once    if the model, its loss and its optimizer can be batched
-    by processes            if a round has `LONG_ROUND` operations, on a CPU
+    by processes            if a round has `LONG_ROUND` operations, on a machine without a GPU
 
 The number of processes changes no bit. The number of clients per process and message does: it is a
 part of a round, whose size follows from the number of clients (`parts_of`).
@@ -18,6 +18,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
+import torch
 from torch import nn
 
 from dure.contracts.strategy import examples_for, seeded_model, unused_copy
@@ -35,7 +36,7 @@ from dure.federated.engines.program import program_of
 from dure.federated.engines.progress import DEADLINE
 from dure.federated.engines.sgd import CannotBatchError, sgd_of
 from dure.machine.cores import available_cores
-from dure.machine.devices import device_of_model
+from dure.machine.devices import device_of_model, fork_objection, is_cpu, is_type
 from dure.tasks.flops import flops_per_step
 from dure.tensors.flat import trainable_parameters
 
@@ -107,6 +108,7 @@ class EngineInputs(NamedTuple):
         noised: example-level privacy; None without it.
         objective: the loss that clients minimise; None is the task's.
         deadline: seconds without a step after which a process counts as hung.
+        device: device of the run's conditions; None is the device of the task's model.
     """
 
     task: Task
@@ -124,6 +126,7 @@ class EngineInputs(NamedTuple):
     noised: StepNoise | None = None
     objective: Objective | None = None
     deadline: float = DEADLINE
+    device: str | None = None
 
 
 def engine_for(setting: EngineInputs) -> ClientEngine:
@@ -192,6 +195,33 @@ def check_engine(task: Task, wanted: str, model: nn.Module | None = None) -> Non
             raise _cannot(wanted, reason)
 
 
+def check_place(wanted: str, name: str | None, device: torch.device) -> None:
+    """Raise ValueError if an engine requested by name does not compute on the clients' device.
+
+    name: the device of the run's conditions; None is the device of the task's model. device: the
+    device that the run computes on.
+    """
+    where = ENGINE_SPECS[wanted].where if wanted in ENGINE_SPECS else "here"
+    if where == "here" or is_cpu(device):
+        return
+    if where == "processes":
+        raise ValueError(
+            f"the engine {wanted} computes on the CPU, but these clients are computed on {device}: "
+            "use loop, batched or auto"
+        )
+    if name is None:
+        raise ValueError(
+            f"the engine {wanted} places clients by the device of the run, but the task's model "
+            f"function chooses {device}: return the model on the CPU, and give the device "
+            f"{device.type}"
+        )
+    if not is_type(name):
+        raise ValueError(
+            f"the engine {wanted} leaves the choice of devices to Ray, so {name} cannot be "
+            f"promised: give the device {device.type}"
+        )
+
+
 def check_objective(wanted: str) -> None:
     """Raise ValueError if an engine requested by name does not support a custom objective."""
     if wanted in ENGINE_SPECS and ENGINE_SPECS[wanted].batched:
@@ -203,11 +233,13 @@ def _check_name(wanted: str) -> None:
         return
     if wanted not in ENGINE_SPECS:
         raise ValueError(f"there is no engine {wanted!r}; choose auto or one of {', '.join(NAMES)}")
-    where = ENGINE_SPECS[wanted].where
-    if where == "processes" and not forks_here():
+    where, batched = ENGINE_SPECS[wanted].where, ENGINE_SPECS[wanted].batched
+    # Batched training has backward passes of its own.
+    objection = fork_objection(autograd=not batched) if where == "processes" else None
+    if objection is not None:
         raise ValueError(
-            f"the engine {wanted} needs forked processes, which a GPU or this system does not "
-            "allow: use loop, batched or auto, or hide the GPU (CUDA_VISIBLE_DEVICES=)"
+            f"the engine {wanted} needs forked processes, which {objection}: use loop, batched or "
+            "auto, or hide the GPU (CUDA_VISIBLE_DEVICES=)"
         )
     if where == "ray" and find_spec("ray") is None:
         raise ValueError(f'the engine {wanted} needs the extra: pip install "dure[ray]"')
@@ -251,6 +283,7 @@ class _Made:
             if isinstance(self.batched, str):
                 raise _cannot(name, self.batched)
             inner = self.batched
+        check_place(name, self.setting.device, self.loop.device)
         if way.where == "ray":
             return self.on_ray(inner, way.batched)
         return self.on_processes(inner) if way.where == "processes" else self.alone(inner)
@@ -264,11 +297,6 @@ class _Made:
         """Return the engine on the machines of a Ray cluster."""
         from dure.federated.engines.on_ray import RayEngine
 
-        if self.loop.device.type != "cpu":
-            raise ValueError(
-                f"the engine {inner.name}-ray computes on CPUs, but the model is on "
-                f"{self.loop.device}: use loop, batched or auto"
-            )
         return RayEngine(
             task=self.setting.task,
             model=self.setting.model,
@@ -314,7 +342,7 @@ class _Made:
         if (
             len(jobs) == 1
             or self.setting.task.compile
-            or self.loop.device.type != "cpu"
+            or not is_cpu(self.loop.device)
             or not forks_here()
         ):
             return False

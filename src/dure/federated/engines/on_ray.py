@@ -5,6 +5,9 @@ once, and reach each machine once; jobs travel in chunks, and results return in 
 results depend on the chunks alone: with `loop` the bits equal the bits of a single process with a
 single thread.
 
+On a GPU each actor computes on the device that Ray assigns to it, or its share of one. Weights and
+updates travel in the CPU's memory.
+
 If Ray runs already (`ray.init`, or RAY_ADDRESS in the environment), the engine uses that cluster.
 Otherwise it starts Ray on this machine, and stops Ray at the end. The engine needs the extra `ray`.
 
@@ -15,9 +18,10 @@ answers; an actor that makes no step for the deadline, or does not answer, count
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -37,6 +41,17 @@ from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.objective import Objective
 from dure.federated.engines.progress import DEADLINE, ProcessProgress, hang_reason, work_of
 from dure.machine import user_code
+from dure.machine.devices import (
+    CPU,
+    device_count,
+    device_of,
+    device_of_model,
+    is_cpu,
+    ray_resource,
+    set_current,
+    to_cpu,
+    to_device,
+)
 from dure.machine.global_settings import settings_here
 from dure.machine.stall_timeout import StallTimeout
 from dure.machine.user_code import user_modules_of
@@ -47,9 +62,13 @@ CHUNKS_AHEAD = 2
 
 
 class Actor:
-    """Actor on a machine of the cluster."""
+    """Actor on a machine of the cluster.
 
-    def __init__(self, path: list[str], packed: bytes) -> None:
+    kind: type of the device that Ray assigns, or "cpu". number: of the actor, which chooses a
+    device if the actor sees several.
+    """
+
+    def __init__(self, path: list[str], packed: bytes, kind: str, number: int) -> None:
         # A single thread, because Ray has reserved a single CPU, and for equal bits.
         torch.set_num_threads(1)
         # Paths of the task's modules.
@@ -57,7 +76,11 @@ class Actor:
         _, settings, setting = cloudpickle.loads(packed)
         settings.apply()
         task, examples, batch_size, seed, batched, frozen, objective = setting
-        model = seeded_model(task, seed)
+        seen = max(1, device_count(kind))
+        self.device = device_of(kind if kind == CPU.type else f"{kind}:{number % seen}")
+        set_current(self.device)
+        task = task.on(self.device)
+        model = seeded_model(task, seed).to(self.device)
         # Initial weights that a machine draws or reads might differ from another machine's, and
         # jobs carry the trained weights alone.
         load_frozen(model, frozen)
@@ -83,7 +106,7 @@ class Actor:
 
         jobs: without their tensors, which are in `sets`.
         """
-        tensors = [list(map(torch.from_numpy, one)) for one in sets]
+        tensors = [to_device(list(map(torch.from_numpy, one)), self.device) for one in sets]
 
         def whole(job: ClientJob, places: list[int | None]) -> ClientJob:
             given: dict[str, Any] = {
@@ -94,9 +117,16 @@ class Actor:
             return replace(job, **given, references=list(map(Reference, rest, rest)))
 
         try:
-            return list(self.engine.train([whole(*one) for one in jobs]))
+            results = self.engine.train([whole(*one) for one in jobs])
+            return [_moved(one, CPU) if not is_cpu(self.device) else one for one in results]
         except DureError as error:
             return [error]
+
+
+def _moved(result: JobResult, device: torch.device) -> JobResult:
+    """Return a result whose tensors are on a device; an update that is not formed yet is formed."""
+    delta, buffers = to_device((list(result.delta), list(result.buffers)), device)
+    return replace(result, delta=delta, buffers=buffers)
 
 
 _ASIDE = "aside"
@@ -111,18 +141,20 @@ class RayEngine(ClientEngine):
 
     Args:
         task: the task of the run.
-        model: like the jobs' model; actors get its frozen parameters.
+        model: like the jobs' model; actors get its frozen parameters, and compute on devices of the
+            type of its device.
         examples: training examples of all clients.
         batch_size: of a client's step; None is all of its data.
         seed: of the run.
         batched: whether actors have the batched engine.
         cohort: number of jobs per actor and message.
-        workers: number of actors; None is one per core of the cluster.
+        workers: number of actors; None is one per core of the cluster, or per device of it.
         objective: the loss that clients minimise; None is the task's.
         deadline: seconds without a step after which an actor counts as hung.
 
     Raises:
         ImportError: Ray is not installed.
+        ValueError: the cluster has no device of that type.
     """
 
     def __init__(
@@ -146,12 +178,19 @@ class RayEngine(ClientEngine):
         self._started = not self.ray.is_initialized()
         if self._started:
             self.ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
-        count = (
-            workers
-            if workers is not None
-            else max(1, int(self.ray.cluster_resources().get("CPU", 1)))
-        )
-        setting = (task, examples, batch_size, seed, batched, frozen_of(model), objective)
+        self.home = device_of_model(model)
+        needs, places = self._needs(self.home.type)
+        if not places:
+            self.actors = []
+            self.close()
+            raise ValueError(
+                f"the Ray cluster has no {ray_resource(self.home.type)}, so clients cannot be "
+                f"computed on {self.home.type}: use another device"
+            )
+        count = workers if workers is not None else places
+        # In the CPU's memory: actors may have other devices.
+        frozen = to_cpu(frozen_of(model))
+        setting = (task.on(CPU), examples, batch_size, seed, batched, frozen, objective)
         settings = settings_here().of_computing()
         # On this machine the actors import the task's file in place; other machines may not have
         # the file.
@@ -161,12 +200,30 @@ class RayEngine(ClientEngine):
             content = cloudpickle.dumps((None, settings, setting))
         packed = self.ray.put(content)
         # A concurrency group of its own: it answers while the actor trains.
-        actor = self.ray.remote(num_cpus=1, concurrency_groups={_ASIDE: 1})(Actor)
-        self.actors = [actor.remote(list(sys.path), packed) for _ in range(count)]
+        actor = self.ray.remote(concurrency_groups={_ASIDE: 1}, **needs(count))(Actor)
+        self.actors = [
+            actor.remote(list(sys.path), packed, self.home.type, number) for number in range(count)
+        ]
         # Actors may wait for a place in the cluster, and import torch.
         self._ready = {actor: actor.__ray_ready__.remote() for actor in self.actors}
         self.chunk = max(1, cohort)
         self.cohort = count * self.chunk
+
+    def _needs(self, kind: str) -> tuple[Callable[[int], dict[str, Any]], int]:
+        """Return the resources of each of so many actors, and the number of places for actors."""
+        there = self.ray.cluster_resources()
+        if kind == CPU.type:
+            return lambda count: {"num_cpus": 1}, max(1, int(there.get("CPU", 1)))
+        resource = ray_resource(kind)
+        devices = int(there.get(resource, 0))
+
+        def needs(count: int) -> dict[str, Any]:
+            # Equal shares, each of one device, rounded down to Ray's precision.
+            share = math.floor(1e4 / -(-count // devices)) / 1e4
+            given = {"num_gpus": share} if resource == "GPU" else {"resources": {resource: share}}
+            return {"num_cpus": 1, **given}
+
+        return needs, devices
 
     def _is_here(self) -> bool:
         """Return whether the cluster is this machine alone."""
@@ -214,7 +271,10 @@ class RayEngine(ClientEngine):
                 if key not in known:
                     # The tensors are stored with their reference, so that their `id` is not reused
                     # meanwhile.
-                    known[key] = values, self.ray.put([tensor.numpy() for tensor in values])
+                    known[key] = (
+                        values,
+                        self.ray.put([tensor.numpy() for tensor in to_cpu(list(values))]),
+                    )
                 if key not in places:
                     places[key] = len(sets)
                     sets.append(known[key][1])
@@ -235,7 +295,7 @@ class RayEngine(ClientEngine):
             raise WorkerFailedError(*self._named(chunk, 0), reason) from error
         if results and isinstance(results[0], DureError):
             raise results[0]
-        return results
+        return results if is_cpu(self.home) else [_moved(one, self.home) for one in results]
 
     def _wait(self, chunk: list[ClientJob], actor: Any, future: Any) -> None:
         """Wait for the results; raise WorkerFailedError for an actor without progress."""

@@ -11,7 +11,9 @@ the factors of a cohort's deltas (`products`). All else is a short message over 
 
 A fork copies only the calling thread: OpenMP's threads are gone in the child. So the child computes
 with a single thread and never asks for more: the bits equal the bits of a single process with a
-single thread. With a GPU there is no forking: neither CUDA nor autograd's threads survive it.
+single thread. A process that has initialised an accelerator, or has computed gradients on a machine
+with one, cannot be forked: neither the accelerator nor autograd's threads survive
+(`dure.machine.devices.fork_objection`).
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ from itertools import islice
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import NoReturn
 
-import torch
 from torch import nn
 
 from dure.errors import DureError, WorkerFailedError
@@ -39,6 +40,7 @@ from dure.federated.engines.child import job_message, run_child
 from dure.federated.engines.job import ClientEngine, ClientJob, JobResult
 from dure.federated.engines.progress import DEADLINE, ProcessProgress, hang_reason, work_of
 from dure.federated.engines.shared_memory import SharedResults, SharedWeights, WeightLayout
+from dure.machine.devices import has_accelerator
 from dure.machine.exit_status import exit_description
 from dure.machine.stall_timeout import StallTimeout
 
@@ -51,8 +53,12 @@ _LAST_SECONDS = 1.0
 
 
 def forks_here() -> bool:
-    """Return whether clients can run in forked processes on this machine."""
-    return hasattr(os, "fork") and not torch.cuda.is_available()
+    """Return whether clients can surely run in forked processes on this machine.
+
+    On a machine with an accelerator that depends on what the process has done before
+    (`fork_objection`), and no choice of an engine may depend on it.
+    """
+    return hasattr(os, "fork") and not has_accelerator()
 
 
 @dataclass(eq=False)
