@@ -49,6 +49,7 @@ from dure.contracts.training_options import ALL, Part
 from dure.data import partition
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
+from dure.machine.devices import to_device
 from dure.memory.formula import WHOLE, MemoryShares
 from dure.record.meter import Meter
 from dure.settings import parse_fields
@@ -326,7 +327,7 @@ class ADMMLearner(Learner):
         load_non_persistent_buffers(self.consensus, state["buffers"])
         part = state["parts"][self.group.rank]
         self.replica.restore(weights, part)
-        self.duals = list(part["duals"])
+        self.duals = to_device(list(part["duals"]), self.replica.device)
         # without compressors; the meeting records the loaded buffers
         self.synchronisation.restore([])
         self.round = state["round"]

@@ -36,6 +36,7 @@ from dure.contracts.strategy import Kind, Learner, RankContext, Strategy
 from dure.contracts.task import Task
 from dure.contracts.training_options import ALL, Part
 from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
+from dure.machine.devices import to_device
 from dure.memory.formula import WHOLE, MemoryShares
 from dure.settings import parse_fields
 
@@ -157,4 +158,4 @@ class DiLoCoLearner(LocalSGDLearner):
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         super().restore(weights, state)
         # equal on all ranks, and therefore part of the common state
-        self.velocity = list(state["velocity"])
+        self.velocity = to_device(list(state["velocity"]), self.replica.device)
