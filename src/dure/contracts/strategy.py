@@ -35,7 +35,7 @@ from dure.data.partition import PartitionDescription
 from dure.data.sampling import SamplingRequest
 from dure.data.validation_split import EvaluationExamples
 from dure.fleet.conditions import Conditions
-from dure.machine.devices import in_use, is_cpu
+from dure.machine.devices import device_of_model, in_use, is_cpu
 from dure.memory.file_backed_init import in_files_like
 from dure.memory.formula import MemoryShares
 from dure.protocol.carrier import Carrier, Clients
@@ -689,7 +689,11 @@ def unused_copy(model: nn.Module, task: Task, seed: int) -> nn.Module:
     with in_files_like(model):
         twin = copy_of(model)
         # The copy is not compiled yet.
-        return seeded_model(task, seed) if twin is None else compile_in_place(twin, task.compile)
+        if twin is not None:
+            return compile_in_place(twin, task.compile)
+        made = seeded_model(task, seed)
+        home = device_of_model(model)
+        return made if home == device_of_model(made) else made.to(home)
 
 
 def examples_for(task: Task) -> tuple[Examples, Examples | None]:
