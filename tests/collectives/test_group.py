@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from on_ranks import Measured, measured, on_ranks
 
 from dure.collectives import Group, all_reduce
-from dure.collectives.algorithms.native import check_carried
+from dure.collectives.algorithms.native import is_staged
 from dure.contracts.strategy import RankContext
 from dure.errors import PeerLostError
 
@@ -92,23 +93,18 @@ def test_a_group_says_what_carries_its_bytes() -> None:
 def test_where_tensors_of_a_device_travel_follows_from_what_the_backend_carries() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
 
-    def program(context: RankContext) -> list[str]:
-        found = [context.group._carried_on(devices).type for devices in ({cpu}, {gpu}, {cpu, gpu})]
-        try:
-            check_carried(gpu, context.group)
-            found.append("carried")
-        except ValueError as error:
-            found.append(str(error))
-        check_carried(cpu, context.group)
-        check_carried(gpu, context.group.alone())
-        return found
+    def program(context: RankContext) -> list[Any]:
+        group = context.group
+        found = [group._carried_on(devices).type for devices in ({cpu}, {gpu}, {cpu, gpu})]
+        # No backend has a tensor of the device meta.
+        staged = [is_staged(torch.empty(1, device=kind), group) for kind in ("cpu", "meta")]
+        return [*found, *staged, group.backend(gpu)]
 
     # gloo reaches into a GPU's memory in collectives; dure's own is for the CPU.
     (found, _) = on_ranks(2, program, backend="gloo")
-    assert found == ["cpu", "cuda", "cpu", "carried"]
+    assert found == ["cpu", "cuda", "cpu", False, True, "gloo"]
     (found, _) = on_ranks(2, program, backend="dure")
-    assert found[:3] == ["cpu", "cpu", "cpu"]
-    assert "does not support tensors on cuda:0" in found[3]
+    assert found == ["cpu", "cpu", "cpu", False, True, ""]
 
 
 def test_what_a_group_is_at_is_what_its_copies_are_at() -> None:
