@@ -82,6 +82,7 @@ class LocalSGD(Strategy):
     unit: ClassVar[str] = "round"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
+    scales_loss: ClassVar[frozenset[Kind]] = frozenset({"ranks"})
     samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
 
     def __post_init__(self) -> None:
@@ -248,6 +249,7 @@ class LocalSGDLearner(Learner):
         return {
             "optimizer": self.replica.optimizer.state_dict(),
             "compressors": self.synchronisation.state(),
+            **self.replica.scaling_state(),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -260,6 +262,7 @@ class LocalSGDLearner(Learner):
         part = state["parts"][self.group.rank % len(state["parts"])]
         load_optimizer(self.replica.optimizer, part["optimizer"])
         self.synchronisation.restore(part["compressors"])
+        self.replica.restore_scaling(part)
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter]

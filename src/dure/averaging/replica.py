@@ -30,6 +30,7 @@ from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.gradient_accumulation import accumulate_gradient
 from dure.tasks.gradient_transforms import GradientTransforms, forward_context
+from dure.tasks.loss_scaling import loss_scaling_of
 from dure.tasks.loss_shares import CountedLoss, loss_and_count
 from dure.tensors.buffers import BufferNames, copy_buffers, load_weights
 from dure.tensors.flat import FlatParameters, by_dtype, trainable_parameters, views_of
@@ -75,6 +76,7 @@ class AveragedReplica:
         self.trained = [parameter for group in groups for parameter in group]
         self.optimizer = task.optimizer(self.model.parameters())
         self.rates = ScheduledRates(self.optimizer, task.lr_schedule)
+        self.scaling = loss_scaling_of(task, self.device, self.optimizer)
         self.trimming = GradientTransforms(task, self.model.named_parameters())
         share_weights(self.model, self.group)
         # the initial state of the optimizer, which is usually empty
@@ -145,7 +147,9 @@ class AveragedReplica:
 
         def backward(loss: Tensor) -> None:
             clock.did("forward")
-            (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
+            weighted = loss if share == 1.0 else loss * share
+            scaled = weighted if self.scaling is None else self.scaling.scaled(weighted)
+            scaled.backward()  # type: ignore[no-untyped-call]
             clock.did("backward")
 
         learned = accumulate_gradient(
@@ -159,12 +163,17 @@ class AveragedReplica:
             parameters=self.trained,
         )
         clock.read()
+        if self.scaling is not None:
+            self.scaling.unscale()
         if adjust is not None:
             adjust(self.trained)
         # After `adjust`: the pull to a common point is clipped too.
         self.trimming.at(step)
         self.rates.at(step)
-        self.optimizer.step()
+        if self.scaling is None:
+            self.optimizer.step()
+        else:
+            self.scaling.step()
         clock.did("update")
         return learned.loss, learned.counted
 
@@ -195,7 +204,17 @@ class AveragedReplica:
             "weights": self.flat.buffers,
             "buffers": self.buffers.of(self.model),
             "optimizer": self.optimizer.state_dict(),
+            **self.scaling_state(),
         }
+
+    def scaling_state(self) -> dict[str, Any]:
+        """Return the entry of the loss scaling in this rank's state; empty without one."""
+        return {} if self.scaling is None else {"loss_scaling": self.scaling.state()}
+
+    def restore_scaling(self, state: Mapping[str, Any]) -> None:
+        """Restore the entry of `scaling_state`."""
+        if self.scaling is not None:
+            self.scaling.restore(state["loss_scaling"])
 
     @torch.no_grad()
     def restore(self, common: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -205,6 +224,7 @@ class AveragedReplica:
         self.flat.load(state["weights"])
         self.buffers.load(self.model, state["buffers"])
         load_optimizer(self.optimizer, state["optimizer"])
+        self.restore_scaling(state)
 
     def _is_finite(self) -> bool:
         """Return whether the weights are finite, which the last step's loss does not show."""

@@ -152,7 +152,7 @@ class LearningOptions:
     Args:
         clip_norm: largest norm of the gradient of an optimizer step; larger gradients are scaled
             down.
-        precision: bf16: forward and loss under autocast.
+        precision: bf16 or fp16: forward and loss under autocast; fp16 with a scale of the loss.
         ema: decay per step or round of a moving average of the weights, which is then evaluated and
             returned, such as 0.999.
         compile: torch's backend that compiles the model, such as inductor.
@@ -163,7 +163,7 @@ class LearningOptions:
     """
 
     clip_norm: float | None = None
-    precision: Literal["bf16"] | None = None
+    precision: Literal["bf16", "fp16"] | None = None
     ema: float | None = None
     compile: str | None = None
     unfreeze: tuple[str, ...] = ()

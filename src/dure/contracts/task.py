@@ -99,8 +99,9 @@ class Task(SuggestsArguments, common=True):
         safetensors file, the index of several, a folder of Hugging Face's `save_pretrained`, or of
         a run. The factory may then make its model on the meta device.
     clip_norm: maximum norm of the gradient of an optimizer's step; None for no limit.
-    precision: full, or bf16: forward and loss under torch's autocast; weights, gradients and
-        measurements stay in their precision.
+    precision: full, or bf16 or fp16: forward and loss under torch's autocast; weights, gradients
+        and measurements stay in their precision. fp16 scales the loss, and skips steps whose
+        gradients are not finite (`dure.tasks.loss_scaling`).
     ema: decay of an exponential average of the weights in every step, or round, such as 0.999. The
         average is then evaluated and returned by the run; None takes none.
     compile: whether torch's compiler compiles the calls of the model; a text names its backend.

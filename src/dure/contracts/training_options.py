@@ -4,7 +4,8 @@ The options are fields of a `Task`, the same for every system, so that systems a
 
     clip_norm    g <- g · min(1, clip_norm / |g|), of the gradient that an optimizer steps with
     precision    bf16: forward and loss in bfloat16 where torch's autocast takes it for safe; ZeRO
-                 casts the parameters that it gathers, and inputs
+                 casts the parameters that it gathers, and inputs. fp16: in float16, with a scale of
+                 the loss (`dure.tasks.loss_scaling`), by strategies with `scales_loss`
     ema          e <- ema · e + (1 - ema) · w after every step, or round; e is evaluated
     compile      torch's compiler compiles the calls of the model
     unfreeze     parameters that stay frozen before a step
@@ -25,7 +26,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from torch import nn
 
-Precision = Literal["full", "bf16"]
+Precision = Literal["full", "bf16", "fp16"]
 
 Part = Literal["clip_norm", "precision", "ema", "compile", "unfreeze"]
 
@@ -77,7 +78,7 @@ def check_learning(task: HasTrainingOptions) -> None:
     if norm is not None and not (_is_number(norm) and norm > 0):
         raise ValueError(f"Task(clip_norm={norm!r}): give a number greater than 0")
     if task.precision not in get_args(Precision):
-        raise ValueError(f"Task(precision={task.precision!r}): choose 'full' or 'bf16'")
+        raise ValueError(f"Task(precision={task.precision!r}): choose 'full', 'bf16' or 'fp16'")
     if task.ema is not None and not (_is_number(task.ema) and 0 <= task.ema < 1):
         raise ValueError(
             f"Task(ema={task.ema!r}): give the decay of the moving average per step, 0 or more "

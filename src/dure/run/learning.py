@@ -34,6 +34,13 @@ def check_can(task: Task, strategy: Strategy, world: World) -> None:
                     f"{type(strategy).__name__} cannot train with {part}={value!r}: {why}; leave "
                     f"it out"
                 )
+        if one.precision == "fp16" and (
+            world.serves or world.kind not in strategy.scales_loss or strategy.protects
+        ):
+            raise ValueError(
+                f"{type(strategy).__name__} cannot train with precision='fp16' here: it does not "
+                "scale the loss, which gradients in float16 need; use bf16"
+            )
 
 
 def _unserved(part: Part, strategy: Strategy) -> str | None:

@@ -65,5 +65,6 @@ def _peak(job: Job, devices: Sequence[torch.device]) -> float | None:
     """Return the device's operations per second: the user's number, or the table's."""
     if job.peak_flops is not None:
         return job.peak_flops
-    dtype = torch.bfloat16 if job.task.precision == "bf16" else job.dtype
+    reduced = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = reduced.get(job.task.precision, job.dtype)
     return None if dtype is None else peak_flops_of(hardware_name(devices[0]), dtype)

@@ -20,13 +20,14 @@ from dure.contracts.training_options import trained_from
 
 
 def forward_context(task: Task, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context of forward and loss: autocast, if the task's precision is bf16.
+    """Return the context of forward and loss: autocast, if the task's precision is reduced.
 
     Weights, their gradients and sums keep their dtype.
     """
     if task.precision == "full":
         return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
+    reduced = torch.bfloat16 if task.precision == "bf16" else torch.float16
+    return torch.autocast(device.type, reduced)
 
 
 class GradientTransforms:

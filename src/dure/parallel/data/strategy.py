@@ -152,6 +152,7 @@ class DataParallel(Strategy):
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
+    scales_loss: ClassVar[frozenset[Kind]] = frozenset({"ranks"})
     samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
     can_offload: ClassVar[tuple[str, ...]] = OFFLOADED
     moves: ClassVar[frozenset[str]] = frozenset(
@@ -444,7 +445,7 @@ class DataParallelLearner(SingleLearner):
         sums = self.reducer.enabled
         if sums:
             self.reducer.begin()
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.scaled(loss).backward()  # type: ignore[no-untyped-call]
         if self.spans is not None:
             clock.did("backward")
             self._computed = self.spans.mark() if sums else None

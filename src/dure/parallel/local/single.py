@@ -75,6 +75,7 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.gradient_accumulation import accumulate_gradient, check_accumulate
 from dure.tasks.gradient_transforms import GradientTransforms, forward_context
+from dure.tasks.loss_scaling import loss_scaling_of
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import (
     load_non_persistent_buffers,
@@ -130,6 +131,7 @@ class SingleWorker(Strategy):
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
+    scales_loss: ClassVar[frozenset[Kind]] = frozenset({"ranks"})
     samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
     can_offload: ClassVar[tuple[str, ...]] = PARTS
     moves: ClassVar[frozenset[str]] = frozenset(
@@ -308,6 +310,7 @@ class SingleLearner(Learner):
         self.again = install_recompute(again, task, self.model, context.check)
         self.optimizer = self.offloaded.optimizer(task.optimizer(self.model.parameters()))
         self.rates = ScheduledRates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
+        self.scaling = loss_scaling_of(task, self.device, self.optimizer)
         self.trimming = GradientTransforms(task, self.model.named_parameters())
         self.train_examples, self.test_examples = examples_for(task)
         self.losses = CountedLoss(task.loss, self.train_examples)
@@ -367,11 +370,16 @@ class SingleLearner(Learner):
             self.private.begin()
         indices = self.batches.at(self.step)
         progress = self.gradients(indices, control_flags)
+        if self.scaling is not None:
+            self.scaling.unscale()
         self.trim()
         clock = step_clock(self.group.meter, self.spans, self.step + 1)
         if self.rates is not None:
             self.rates.at(self.step)
-        self.optimizer.step()
+        if self.scaling is None:
+            self.optimizer.step()
+        else:
+            self.scaling.step()
         if self.spans is None and self.waits_for_update:
             synchronize(self.device)  # so that the measured time includes the kernels
         clock.did("update")
@@ -405,7 +413,7 @@ class SingleLearner(Learner):
 
         def backward(loss: Tensor) -> None:
             clock.did("forward")
-            loss.backward()  # type: ignore[no-untyped-call]
+            self.scaled(loss).backward()  # type: ignore[no-untyped-call]
             clock.did("backward")
 
         found = accumulate_gradient(
@@ -422,6 +430,10 @@ class SingleLearner(Learner):
         if not math.isfinite(found.loss):
             raise LossNotFiniteError(found.loss, self.where, f"step {self.step + 1}")
         return StepResult(found.loss if found.counted else None, len(indices), control_flags)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss from which backward runs."""
+        return loss if self.scaling is None else self.scaling.scaled(loss)
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a context for forward and loss: the precision of the task."""
@@ -528,6 +540,7 @@ class SingleLearner(Learner):
             "optimizer": to_cpu(self.optimizer.state_dict()),
             "buffers": to_cpu(non_persistent_buffers_of(self.model)),
             **({} if self.private is None else {"privacy": self.private.state()}),
+            **({} if self.scaling is None else {"loss_scaling": self.scaling.state()}),
         }
 
     def rest(self) -> None:
@@ -545,6 +558,8 @@ class SingleLearner(Learner):
         self.step = state["step"]
         if self.private is not None:
             self.private.restore(state["privacy"])
+        if self.scaling is not None:
+            self.scaling.restore(state["loss_scaling"])
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter, *self.loaders]
