@@ -97,12 +97,20 @@ def test_a_system_with_all_its_options_has_the_weights_of_the_cpu(
         assert largest_difference(here, resumed) <= 1e-12
 
 
-@pytest.mark.parametrize("system", ["data-parallel", "zero", "local-sgd"])
-def test_reduced_precision_on_a_device(system: str, accelerator: str) -> None:
+@pytest.mark.parametrize(
+    ("system", "precision"),
+    [
+        ("data-parallel", "bf16"),
+        ("data-parallel", "fp16"),
+        ("zero", "bf16"),
+        ("local-sgd", "fp16"),
+    ],
+)
+def test_reduced_precision_on_a_device(system: str, precision: str, accelerator: str) -> None:
     from rank_systems import run_system
 
     task = on_device.noting_task(
-        partial(network, torch.float32), precision="bf16", dtype=torch.float32
+        partial(network, torch.float32), precision=precision, dtype=torch.float32
     )
     here = run_system(task, f"{system},batch_size=8", 2, "cpu")
     there = run_system(task, f"{system},batch_size=8", 2, accelerator)

@@ -217,7 +217,7 @@ class ZeROLearner(SingleLearner):
             strategy.stage,
             self.group,
             reduce="sum",
-            precision=task.precision,
+            precision="bf16" if task.precision == "bf16" else "full",
             units=strategy.unit_size,
             prefetch=strategy.prefetch,
             algorithm=strategy.algorithm,
