@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import dure
+from dure.errors import PeerLostError
 from dure.run.registry import parse_strategy
 from rank_systems import CASES, LINEAR, mixed_network, run_system, wide_network
 from small import largest_difference
@@ -60,3 +61,16 @@ def test_a_run_goes_on_on_another_device(first: str, accelerator: str, tmp_path:
         stop=dure.Stop(steps=6),
     )
     assert largest_difference(train, resumed) <= 1e-12
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("system", ["data-parallel", "zero", "pipeline"])
+def test_a_lost_rank_is_an_error_by_its_name(system: str, shared: bool, accelerator: str) -> None:
+    from on_device import dying_loss, noting_task
+
+    task = noting_task(wide_network, loss=dying_loss)
+    device = f"{accelerator}:0" if shared else accelerator
+    world = dure.Processes(2, deadline=5, device=device)
+    with pytest.raises(PeerLostError, match="rank 1") as lost:
+        dure.train(task, parse_strategy(f"{system},batch_size=8"), world, dure.Stop(steps=9))
+    assert lost.value.ranks == (1,)
