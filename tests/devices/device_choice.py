@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dure
+from dure.cli.worlds import entry
 from dure.machine.devices import check_device_dtypes, device_of, devices_of_ranks
 from dure.run.registry import parse_strategy
 from small import small_task
@@ -90,3 +91,12 @@ def test_float64_is_refused_on_a_device_without_it() -> None:
         check_device_dtypes(["cpu", "mps"], [torch.float32, torch.float64])
     check_device_dtypes(["cpu", "cuda"], [torch.float64])
     check_device_dtypes(["mps"], [torch.float32, torch.int64])
+
+
+def test_a_comparison_names_the_device_of_ranks_as_a_setting(accelerator: str) -> None:
+    assert entry(f"data-parallel,device={accelerator}:1", 2)[1] == dure.Processes(
+        2, device=f"{accelerator}:1"
+    )
+    assert entry("single-worker,device=acc", None)[0] == dure.SingleWorker(device="acc")
+    with pytest.raises(ValueError, match="for threads write --devices acc"):
+        entry("data-parallel,world=threads,device=acc", 2)

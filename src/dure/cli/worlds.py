@@ -56,8 +56,7 @@ def options_of(kind: type[Strategy], flags: Sequence[str]) -> dict[str, type[Any
     if kind.kind != "clients":
         if _counts_workers(kind):
             return {"world": RankOptions}
-        own = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-        return {"world": WorkerOptions if "device" in own else WorldOptions}
+        return {"world": WorkerOptions if _has_device(kind) else WorldOptions}
     count = value_of("--workers", flags)
     if count is not None:
         raise ValueError(f"{kind.name} counts clients, not workers: use --clients {count}")
@@ -121,6 +120,11 @@ def _counts_workers(kind: type[Strategy]) -> bool:
     return kind.coordinated
 
 
+def _has_device(kind: type[Strategy]) -> bool:
+    """Return whether the strategy's own fields set the device."""
+    return "device" in {field.name for field in fields(kind)}  # type: ignore[arg-type]
+
+
 def _worker_field(kind: type[Strategy]) -> str:
     """Return the field with the number of workers of a strategy that counts them itself."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
@@ -148,10 +152,17 @@ def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
     named = _world_named(kind, settings)
     others = [text for text in settings if not text.startswith("world=")]
     if named is None or named in _NAMES:
+        device = WorldOptions().device
+        if not _has_device(kind):
+            for text in [text for text in others if text.startswith("device=")]:
+                others.remove(text)
+                device = text[len("device=") :]
         strategy = parse_strategy(",".join([name, *others]))
         # A common --workers applies to a whole comparison, in which some systems do not use it.
         alone = kind.kind == "clients" or kind.alone or _counts_workers(kind)
-        options = WorldOptions(workers=None if alone else workers, world=_NAMES[named])
+        options = WorldOptions(
+            workers=None if alone else workers, world=_NAMES[named], device=device
+        )
         return strategy, _of_workers(strategy, options)
     if kind.kind != "clients" and ":" not in named and not _lives_with_clients(kind, named):
         raise ValueError(f"{system!r}: the world has to be threads, processes, or your own class")
@@ -173,7 +184,8 @@ def settings_of(system: str) -> dict[str, Any]:
     kind = strategy_class(name)
     named = _world_named(kind, settings)
     kinds: list[Any] = [kind] if named in _NAMES else [world_class(named or ""), kind]
-    return {
+    device = {} if named not in _NAMES or _has_device(kind) else {"device": WorldOptions().device}
+    return device | {
         field.name: None if field.default is MISSING else field.default
         for each in kinds
         for field in fields(each)
