@@ -74,7 +74,7 @@ proofs: install-test browser iproute2 stand-in
 # On a machine with a GPU, in less than ten minutes. It uses the torch that is installed in .venv, which has to be a
 # build for the GPU (make PIP_ARGS=... cuda).
 cuda: install-test
-	@$(BIN)/python -m pytest tests/cuda
+	@$(BIN)/python -m pytest -n 4 --dist loadfile tests/cuda
 
 lint: install-test
 	@echo "lint"
