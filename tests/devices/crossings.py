@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import dure
 from dure.contracts.strategy import RankContext
 from dure.run.registry import parse_strategy
 from rank_systems import wide_network
+from small import largest_difference
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
@@ -94,3 +96,34 @@ def test_mixed_memories_are_refused(accelerator: str) -> None:
         layer(torch.ones(1, 3))
     with pytest.raises(RuntimeError, match="two devices"):
         torch.ones(2, device=f"{accelerator}:0") + torch.ones(2, device=f"{accelerator}:1")
+
+
+def large_network() -> torch.nn.Module:
+    """A network whose weights have more than 1 MiB each: smaller tensors are not offloaded."""
+    wide = 1 << 15
+    layers = [torch.nn.Linear(6, wide), torch.nn.Tanh(), torch.nn.Linear(wide, 3)]
+    return torch.nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("where", ["memory", "files"])
+def test_offloaded_parts_leave_the_device(where: str, accelerator: str, tmp_path: Path) -> None:
+    from on_device import noting_task
+
+    from stand_in_device import crossings
+
+    task = noting_task(large_network)
+    stop = dure.Stop(steps=3)
+    plain = dure.SingleWorker(8, device=accelerator)
+    folder = str(tmp_path) if where == "files" else None
+    offloaded = dure.SingleWorker(
+        8, device=accelerator, offload="optimizer,activations", offload_folder=folder
+    )
+    with crossings() as few:
+        here = dure.train(task, plain, stop=stop)
+    with crossings() as many:
+        there = dure.train(task, offloaded, stop=stop)
+    assert largest_difference(here, there) <= 1e-12
+    state = 2 * sum(one.nbytes for one in here.model.parameters())
+    # The optimizer's state travels twice in each step after the first, in both directions.
+    assert many.to_host_bytes - few.to_host_bytes > 2 * state
+    assert many.to_device_bytes - few.to_device_bytes > 2 * state

@@ -60,7 +60,8 @@ def check_offload(
     wanted.check(able, who, why)
     if device is not None and device.type != "cpu":
         wanted.check([part for part in able if part in ON_GPU], "a GPU")
-        return
+        if folder is None:
+            return  # into the CPU's memory
     try:
         Disk(folder)
     except DiskError as error:

@@ -1,7 +1,8 @@
-"""Storage of offloaded tensors: files, or CPU memory for a GPU.
+"""Storage of offloaded tensors: files, or CPU memory for an accelerator.
 
-Files    memory-mapped: used in place; read ahead by a thread, released behind the computation
-Pinned   page-locked memory, which a GPU accesses directly: copied to the GPU to be used
+Files          memory-mapped: used in place; read ahead by a thread, released behind the computation
+Pinned         page-locked memory, which a device accesses directly: copied to the device to be used
+Device files   files, copied to the device through page-locked memory to be used
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dure.machine.devices import is_cpu
 from dure.memory.mapped import LEAST, Disk, is_on_disk
 from dure.memory.offload.read_ahead import ReadAheadThread
 
@@ -110,9 +112,30 @@ class PinnedStore(OffloadStore):
         return tensor.to(self.device, non_blocking=True)
 
 
+class DeviceFileStore(MappedFileStore):
+    """Mapped files for an accelerator. Raises DiskError if there is no disk."""
+
+    def __init__(self, device: torch.device, folder: str | Path, least: int = LEAST) -> None:
+        super().__init__(folder, least)
+        self.device = device
+
+    def takes(self, tensor: Tensor) -> bool:
+        return OffloadStore.takes(self, tensor)
+
+    def fetched(self, tensor: Tensor) -> Tensor:
+        host = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        return host.to(self.device, non_blocking=True)
+
+
 def store_for(device: torch.device, folder: str | Path | None = None) -> OffloadStore:
-    """Return the store for a computation on a device."""
-    return MappedFileStore(folder) if device.type == "cpu" else PinnedStore(device)
+    """Return the store for a computation on a device.
+
+    folder: of files; without one the CPU uses the first usual folder, and an accelerator the CPU's
+    memory.
+    """
+    if is_cpu(device):
+        return MappedFileStore(folder)
+    return PinnedStore(device) if folder is None else DeviceFileStore(device, folder)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -107,7 +107,8 @@ class SingleWorker(Strategy):
         delta: the probability that the epsilon does not hold; well below 1 / examples.
         offload: parts in files while they are not needed, such as optimizer,activations: of
             optimizer, parameters, gradients and activations.
-        offload_folder: of these files, on a disk; by default the first usual folder on a disk.
+        offload_folder: of these files, on a disk; by default the first usual folder on a disk, for
+            a GPU the CPU's memory.
         recompute: modules that are recomputed in backward, and store only their inputs, such as
             layers.*; or all, the choice with the smallest peak memory of a step; none by default.
         memory: limit of the memory in a step, such as 2GB: weights, gradients, optimizer state and

@@ -84,7 +84,8 @@ class ZeRO(Strategy):
             it has no effect.
         offload: parts in files while they are not needed, such as optimizer,activations: of
             optimizer, parameters and activations, as far as this rank has them.
-        offload_folder: of these files, on a disk; by default the first usual folder on a disk.
+        offload_folder: of these files, on a disk; by default the first usual folder on a disk, for
+            a GPU the CPU's memory.
         recompute: modules that are recomputed in backward, and store only their inputs, such as
             layers.*; or all, the choice with the smallest peak memory of a step; none by default.
         memory: limit of a worker's memory in a step, such as 2GB: its parts of weights, gradients
