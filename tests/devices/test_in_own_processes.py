@@ -16,6 +16,7 @@ from own_process import run_tests
         "crossings",
         "device_choice",
         "measured_on_a_device",
+        "torchrun_on_a_device",
         "features_on_a_device",
     ],
 )

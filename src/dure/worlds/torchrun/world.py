@@ -33,7 +33,7 @@ from dure.collectives.roll_call import RollCall, RollCallAnswer, transfer_second
 from dure.contracts.strategy import Kind, RankContext, World
 from dure.errors import DureError, first_line, text_of
 from dure.machine.cores import threads_per_rank
-from dure.machine.devices import AUTO, devices_of_ranks
+from dure.machine.devices import AUTO, devices_of_ranks, is_cpu
 from dure.machine.threads import threads
 from dure.record.meter import Meter
 from dure.record.trace import Trace
@@ -144,16 +144,12 @@ class Torchrun(World):
         roll_call = RollCall(PrefixStore("roll call", store), rank, size, self.deadline)
         trace = Trace()
         end = StopRequest(store)
-        devices = self._devices()
+        group = Group(dist.group.WORLD, Meter(f"rank {rank}", trace), roll_call.diagnose)
         device = self.device_here
-        group = Group(
-            dist.group.WORLD,
-            Meter(f"rank {rank}", trace),
-            roll_call.diagnose,
-            join_device_group(
-                device, len(set(devices)) < len(devices), transfer_seconds(self.deadline)
-            ),
-        )
+        shared = self._is_shared(group)
+        joined = join_device_group(device, shared, transfer_seconds(self.deadline))
+        if joined is not None:
+            group = Group(dist.group.WORLD, group.meter, roll_call.diagnose, joined)
         context = RankContext(
             group,
             trace,
@@ -176,6 +172,22 @@ class Torchrun(World):
                 end.let_torchrun_see()
         dist.destroy_process_group()
         return value
+
+    def _is_shared(self, group: Group) -> bool:
+        """Return whether ranks of any machine share a device; all ranks call it together.
+
+        Raises DureError, on all ranks, if some compute on the CPU and some do not.
+        """
+        devices = self._devices()
+        mine = [float(is_cpu(self.device_here)), float(len(set(devices)) < len(devices))]
+        rows = group.all_gather_values(mine, "comparison of the devices")
+        on_cpu = [str(rank) for rank, (is_on_cpu, _) in enumerate(rows) if is_on_cpu]
+        if 0 < len(on_cpu) < len(rows):
+            raise DureError(
+                f"rank {', '.join(on_cpu)} computes on the CPU, but the other ranks have devices: "
+                "give all machines the same --device, and none of them auto"
+            )
+        return any(is_shared for _, is_shared in rows)
 
 
 def _met(job: LauncherJob, limit: timedelta) -> tuple[Store, int, int]:
