@@ -22,7 +22,7 @@ from stand_ins import images, patients, plays
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 MINUTES = 10
 
-HELPERS = {"figures", "measured", "outcome", "pages", "rounds", "waiting"}
+HELPERS = {"figures", "gpu_steps", "measured", "outcome", "pages", "rounds", "waiting"}
 """Modules that scripts import; they measure nothing."""
 
 QUICK = {

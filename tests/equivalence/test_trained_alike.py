@@ -294,7 +294,7 @@ def test_a_batch_in_any_number_of_pieces_has_one_gradient(pieces: int, loss: str
     ("asked", "message"),
     [
         ({"clip_norm": 0}, "give a number greater than 0"),
-        ({"precision": "fp8"}, "choose 'full' or 'bf16'"),
+        ({"precision": "fp8"}, "choose 'full', 'bf16' or 'fp16'"),
         ({"ema": 1.0}, "0 or more and less than 1"),
         ({"compile": 3}, "a backend of torch.compile"),
         ({"unfreeze": ["0"]}, "the step from which"),

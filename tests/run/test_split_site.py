@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dure.errors import StateError, WorkerFailedError
 from dure.run.split_site import take_part
@@ -35,7 +36,9 @@ def takes_part(error: BaseException, session: Session) -> None:
     def talks(channel: Any) -> None:
         raise error
 
-    site = SimpleNamespace(talks=talks, at="round 3", hello=ClientFailed("hello"))
+    site = SimpleNamespace(
+        talks=talks, at="round 3", hello=ClientFailed("hello"), device=torch.device("cpu")
+    )
     take_part(
         small_task(),
         None,

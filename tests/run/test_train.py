@@ -547,7 +547,7 @@ def test_draws_from_numpy_in_a_loss_follow_from_the_seed():
 def model_on(*devices: str) -> Any:
     """As much of a model as tells where its parameters are: a machine may have no GPU."""
     places = [torch.device(name) for name in devices]
-    parameters = [SimpleNamespace(device=at, is_cuda=at.type == "cuda") for at in places]
+    parameters = [SimpleNamespace(device=at, dtype=torch.float32) for at in places]
     return SimpleNamespace(parameters=lambda: parameters, buffers=list)
 
 

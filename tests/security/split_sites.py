@@ -101,8 +101,9 @@ class Clients:
         def event(what: str, about: Any) -> None:
             self.events.append((what, about))
 
+        name = f"site {number}"
         return _site(
-            task, strategy, welcome, session, kept, f"site {number}", None, None, event, limits
+            task, strategy, welcome, session, kept, name, None, None, event, limits, device=None
         )
 
     def says(self, site: SplitSite, frame: Any) -> list[Any]:

@@ -57,7 +57,7 @@ def test_gpus_are_taken_in_turn_where_there_are() -> None:
         ((0,), "threads is 0"),
         ((1, ("cpu", "cpu")), "2 devices are too many for 1 threads"),
         ((1, ("gpu",)), "'gpu' is not a device: write cpu, cuda, or cuda:1"),
-        ((1, ("meta",)), "dure computes on cpu and cuda, not on meta"),
+        ((1, ("meta",)), "this machine has no meta device, so meta cannot be used"),
     ],
 )
 def test_worlds_that_cannot_be_are_refused(arguments: Any, complaint: str) -> None:

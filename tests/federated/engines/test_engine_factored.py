@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from torch import nn
 
 import dure
-from dure.federated.engines.batched import CACHE, BatchedEngine, batched_engine
+from dure.federated.engines import batched
+from dure.federated.engines.batched import BatchedEngine, batched_engine
 from dure.federated.engines.factored import Factored, which_pay
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.processes import ProcessesEngine
@@ -175,7 +176,7 @@ def test_children_send_updates_where_some_are_formed():
 @pytest.mark.parametrize("seed", range(3))
 def test_a_resumed_run_divides_its_rounds_as_before(seed, tmp_path, monkeypatch):
     """By the first client of its first round, whoever comes first after the checkpoint."""
-    monkeypatch.setitem(CACHE, "cpu", 20_000)
+    monkeypatch.setattr(batched, "CACHE", 20_000)
     task, world = (
         small_task(n=200, model=wide),
         dure.Simulated(engine="batched-processes", processes=2),

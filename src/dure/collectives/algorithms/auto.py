@@ -56,7 +56,7 @@ def choose(
         device: type of the tensor's device.
         predict: cost model, called for each of the `candidates`.
     """
-    own = backend not in ("", "gloo") if device != "cpu" else backend == "dure"
+    own = backend == "dure" if device == "cpu" else backend not in ("", "gloo", "dure")
     if ranks == 1 or own:
         return "native"
     if predict is not None:
