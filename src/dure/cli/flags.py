@@ -269,6 +269,17 @@ class ResumeOptions:
 
 
 @dataclass(frozen=True)
+class ResumeDevice:
+    """Devices of a resumed run.
+
+    Args:
+        device: other devices than before, as of dure train: cpu, cuda, cuda:0 or auto.
+    """
+
+    device: str | None = None
+
+
+@dataclass(frozen=True)
 class CompareOptions:
     """Options of a comparison.
 

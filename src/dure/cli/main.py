@@ -44,6 +44,7 @@ from dure.cli.flags import (
     LearningOptions,
     LimitOptions,
     ReportOptions,
+    ResumeDevice,
     TrainOptions,
     given_options,
     names_before_flags,
@@ -331,7 +332,8 @@ def _train(given: list[str]) -> int:
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
         if (Path(value_of("--resume", flags) or ".") / "comparison.json").is_file():
             return comparing.resumed(flags, "dure train")
-        return resume_run(["--help"] if flags == ["--resume", "--help"] else flags)
+        resumed = ["--help"] if flags == ["--resume", "--help"] else flags
+        return resume_run(resumed, option_groups={"place": ResumeDevice})
     if len(names) != 2:
         raise ValueError(
             "dure train TASK SYSTEM [options]: name a task and a system (dure --help lists them)"

@@ -79,6 +79,7 @@ def resume_run(
             world=resume_options.world,
             rules=resume_options.rules,
             weights=resume_options.weights,
+            device=options["place"].device if "place" in options else None,
             stop=stop,
             check=resume_options.check,
             track=resume_options.track,

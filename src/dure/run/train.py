@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from dure import __version__, catalog
@@ -214,6 +215,7 @@ def resume(
     world: World | str | None = None,
     rules: Sequence[str] = (),
     weights: str | Path | None = None,
+    device: str | None = None,
     stop: Stop | None = None,
     check: bool = True,
     callbacks: Sequence[Any] = (),
@@ -240,6 +242,8 @@ def resume(
         world: name or object that replaces the world.
         rules: names of other user code in strategy and world, such as a partition.
         weights: new path of the run's initial weights, whose content must be the same.
+        device: other devices than those in config.json, as in `dure.Processes`, such as "cpu".
+            Objects for strategy and world have their own.
         stop: new limits, to train an ended run further.
         check: as in `train`.
         callbacks: as in `train`.
@@ -271,6 +275,8 @@ def resume(
     stop = asked.stop if stop is None else resumed_limits(stop, asked.stop)
     on_progress = _shown(on_progress, stop)
     ask = ReferenceGuard(path, config, named)
+    if device is not None:
+        asked = _on_device(asked, device, strategy, world)
     task, strategy, world = reload_run(path, asked, ask, task, strategy, world)
     task = _with_weights(path, task, asked, weights)
     if is_leader_process():
@@ -315,6 +321,23 @@ def resume(
         peak_flops=asked.peak_flops,
     )
     return run_job(job, world, on_progress, hearing)
+
+
+def _on_device(
+    asked: RunRequest, device: str, strategy: Strategy | str | None, world: World | str | None
+) -> RunRequest:
+    """Return the request with another device of its strategy, or else of its world.
+
+    Raises ValueError if neither has a device that this setting replaces.
+    """
+    if strategy is None and "device" in asked.strategy:
+        return structs.replace(asked, strategy={**asked.strategy, "device": device})
+    if world is None and asked.world["name"] in ("processes", "torchrun", "simulated"):
+        return structs.replace(asked, world={**asked.world, "device": device})
+    raise ValueError(
+        f"device={device} replaces the device in config.json, but the run's "
+        f"{asked.world['name']} has none there: give strategy or world with their devices"
+    )
 
 
 def _with_weights(folder: Path, task: Task, asked: RunRequest, given: str | Path | None) -> Task:

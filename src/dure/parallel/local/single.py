@@ -136,7 +136,7 @@ class SingleWorker(Strategy):
     samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
     can_offload: ClassVar[tuple[str, ...]] = PARTS
     moves: ClassVar[frozenset[str]] = frozenset(
-        {"offload", "offload_folder", "recompute", "memory"}
+        {"device", "offload", "offload_folder", "recompute", "memory"}
     )
 
     def __post_init__(self) -> None:
