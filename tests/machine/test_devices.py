@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import dure
-from dure.machine.devices import device_of_model, on_device, to_cpu, to_device
+from dure.machine import devices
+from dure.machine.devices import DeviceGenerator, device_of_model, on_device, to_cpu, to_device
+from dure.randomness.seeds import derive, generators_state, restore_generators, seed_generators
 from small import examples, network, small_task
 
 CPU = torch.device("cpu")
@@ -78,3 +80,45 @@ def test_examples_lie_in_the_cpus_memory() -> None:
     data = examples()
     with pytest.raises(ValueError, match="these are on meta: call cpu"):
         dure.Examples(data.inputs.to(AWAY), data.targets)
+
+
+class SingleDevice:
+    """As much of a module as `torch.mps` has: no `is_initialized`, and nothing of all devices."""
+
+    def __init__(self) -> None:
+        self.state = torch.tensor([0])
+
+    def device_count(self) -> int:
+        return 1
+
+    def manual_seed(self, seed: int) -> None:
+        self.state = torch.tensor([seed])
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.state
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.state = state
+
+
+def test_an_accelerator_with_a_single_device_is_left_alone_until_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = SingleDevice()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "mps", module)
+    monkeypatch.setattr(devices, "_named", set())
+    before = generators_state()
+    seed_generators(1, "step")
+    assert int(module.state) == 0
+    assert "mps" not in before
+    assert devices.device_of("mps") == torch.device("mps", 0)
+    seed_generators(1, "step")
+    assert int(module.state) == derive(1, "step")
+    seeded = generators_state()
+    DeviceGenerator(torch.device("mps", 0)).set_state(torch.tensor([5]))
+    restore_generators(before)
+    assert int(DeviceGenerator(torch.device("mps", 0)).get_state()) == 5
+    restore_generators(seeded)
+    assert int(module.state) == derive(1, "step")

@@ -33,6 +33,9 @@ CPU = torch.device("cpu")
 AUTO = "auto"
 """Name of the choice between accelerators and the CPU."""
 
+_named: set[str] = set()
+"""Types of the devices that this process was told to compute on."""
+
 
 def accelerator() -> str | None:
     """Return the type of the accelerator for which torch was built, such as "cuda", or None.
@@ -72,6 +75,7 @@ def device_of(name: str) -> torch.device:
         raise ValueError(
             f"this machine has no {name}: its {kind} devices are {device.type}:0{last}"
         )
+    _named.add(device.type)
     # With its number, so that "cuda" and "cuda:0" are equal.
     return torch.device(device.type, device.index or 0)
 
@@ -296,6 +300,7 @@ def as_current(device: torch.device) -> AbstractContextManager[Any]:
 def set_current(device: torch.device) -> None:
     """Make a device this process's current device of its type, for code that names only a type."""
     if not is_cpu(device):
+        _named.add(device.type)
         torch.accelerator.set_device_index(device.index or 0)
 
 
@@ -315,12 +320,17 @@ def seconds_between(earlier: torch.Event, later: torch.Event) -> float:
 
 
 def _module_in_use() -> Any:
-    """Return the module of the accelerator that this process has initialised, or None."""
+    """Return the module of the accelerator that this process has initialised, or None.
+
+    A module that does not say, as of mps, is in use if a device of its type was named.
+    """
     found = torch.accelerator.current_accelerator()
     if found is None:
         return None
     module = torch.get_device_module(found)
-    return module if module.is_initialized() else None
+    if hasattr(module, "is_initialized"):
+        return module if module.is_initialized() else None
+    return module if found.type in _named else None
 
 
 def in_use() -> bool:
@@ -332,14 +342,18 @@ def seed_devices(seed: int) -> None:
     """Seed the generators of all accelerators; do nothing in a process that uses none."""
     module = _module_in_use()
     if module is not None:
-        module.manual_seed_all(seed)
+        # Of a type with a single device, such as mps, the module has no second function.
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)
 
 
 def device_generators() -> dict[str, list[Tensor]]:
     """Return the states of the accelerators' generators, by type; empty if none is in use."""
     module = _module_in_use()
     kind = accelerator()
-    return {} if module is None or kind is None else {kind: list(module.get_rng_state_all())}
+    if module is None or kind is None:
+        return {}
+    several = hasattr(module, "get_rng_state_all")
+    return {kind: list(module.get_rng_state_all()) if several else [module.get_rng_state()]}
 
 
 def restore_device_generators(state: Mapping[str, Any]) -> None:
@@ -351,6 +365,9 @@ def restore_device_generators(state: Mapping[str, Any]) -> None:
     kind = accelerator()
     if module is None or kind is None or kind not in state:
         return
+    if not hasattr(module, "get_rng_state_all"):
+        module.set_rng_state(state[kind][0])
+        return
     for device, own in zip(range(module.device_count()), state[kind], strict=False):
         module.set_rng_state(own, device)
 
@@ -361,12 +378,14 @@ class DeviceGenerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module = None if is_cpu(device) else torch.get_device_module(device)
+        # The functions of mps, a type with a single device, take no device.
+        self._place = () if device.type == "mps" else (device,)
 
     def get_state(self) -> Tensor:
         """Return the state, on the CPU."""
         if self._module is None:
             return torch.default_generator.get_state()
-        state: Tensor = self._module.get_rng_state(self.device)
+        state: Tensor = self._module.get_rng_state(*self._place)
         return state
 
     def set_state(self, state: Tensor) -> None:
@@ -374,7 +393,7 @@ class DeviceGenerator:
         if self._module is None:
             torch.default_generator.set_state(state)
         else:
-            self._module.set_rng_state(state, self.device)
+            self._module.set_rng_state(state, *self._place)
 
     def manual_seed(self, seed: int) -> None:
         """Seed the generator."""
