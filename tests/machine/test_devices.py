@@ -122,3 +122,14 @@ def test_an_accelerator_with_a_single_device_is_left_alone_until_it_is_named(
     assert int(DeviceGenerator(torch.device("mps", 0)).get_state()) == 5
     restore_generators(seeded)
     assert int(module.state) == derive(1, "step")
+
+
+def test_an_older_torch_computes_on_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_IS_NEW", False)
+    monkeypatch.setattr(devices, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(devices, "device_count", lambda kind: 2)
+    with pytest.raises(ValueError, match="computing on cuda needs torch 2.9 or newer"):
+        devices.device_of("cuda")
+    assert devices.devices_of_ranks("auto", 2) == (CPU, CPU)
+    assert devices.default_devices(2, 4) == ("cpu", "cpu")
+    assert devices.device_of("cpu") == CPU

@@ -55,6 +55,15 @@ def device_count(kind: str) -> int:
     return int(count()) if callable(count) else 0
 
 
+def _offered(kind: str | None) -> int:
+    """Return the number of devices of a type that dure may choose by itself."""
+    return 0 if kind is None or not _IS_NEW else device_count(kind)
+
+
+_IS_NEW = hasattr(torch, "accelerator") and hasattr(torch.accelerator, "max_memory_allocated")
+"""Whether this torch has all functions of `torch.accelerator` that are used here, as 2.9 has."""
+
+
 def device_of(name: str) -> torch.device:
     """Return the device called `name`, with its number.
 
@@ -66,6 +75,11 @@ def device_of(name: str) -> torch.device:
         raise ValueError(f"{name!r} is not a device: write cpu, cuda, or cuda:1") from None
     if device.type == "cpu":
         return CPU
+    if not _IS_NEW:
+        raise ValueError(
+            f"computing on {name} needs torch 2.9 or newer, and this is torch {torch.__version__}: "
+            "install a newer torch, or use cpu"
+        )
     there = device_count(device.type)
     kind = _written(device.type)
     if not there:
@@ -88,7 +102,7 @@ def chosen_device(name: str) -> torch.device:
     if name != AUTO:
         return device_of(name)
     kind = accelerator()
-    return torch.device(kind, 0) if kind is not None and device_count(kind) else CPU
+    return torch.device(kind, 0) if kind is not None and _offered(kind) else CPU
 
 
 def is_type(name: str) -> bool:
@@ -118,7 +132,7 @@ def devices_of_ranks(name: str, ranks: int) -> tuple[torch.device, ...]:
     """
     if name == AUTO:
         kind = accelerator()
-        if kind is None or device_count(kind) < ranks:
+        if kind is None or _offered(kind) < ranks:
             return (CPU,) * ranks
         return tuple(torch.device(kind, rank) for rank in range(ranks))
     device = device_of(name)
@@ -224,7 +238,7 @@ def default_devices(workers: int | None, cores: int) -> tuple[str, ...]:
     workers: number of workers; None means as many as accelerators, or as cores and at least two.
     """
     kind = accelerator()
-    there = 0 if kind is None else device_count(kind)
+    there = _offered(kind)
     if workers is None:
         # At least two, so that there is something to divide on a small machine too.
         workers = there or max(2, cores)
