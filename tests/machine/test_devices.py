@@ -128,7 +128,7 @@ def test_an_older_torch_computes_on_the_cpu_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(devices, "_IS_NEW", False)
     monkeypatch.setattr(devices, "accelerator", lambda: "cuda")
     monkeypatch.setattr(devices, "device_count", lambda kind: 2)
-    with pytest.raises(ValueError, match="computing on cuda needs torch 2.9 or newer"):
+    with pytest.raises(ValueError, match="computing on cuda needs torch"):
         devices.device_of("cuda")
     assert devices.devices_of_ranks("auto", 2) == (CPU, CPU)
     assert devices.default_devices(2, 4) == ("cpu", "cpu")
