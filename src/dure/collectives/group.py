@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar, overload
 from weakref import WeakKeyDictionary
 
@@ -19,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dure.collectives.arguments import check_rank, check_root
+from dure.collectives.device_channels import DeviceChannels, connect_neighbours
 from dure.collectives.handle import Handle, OperationQueue
 from dure.collectives.hosts import Hosts, name_of_this_host, number_of, partition_by
-from dure.collectives.transport import Message, Pending, backend_name, begun_work, transport_of
+from dure.collectives.transport import Message, Pending, backend_name, transport_of
 from dure.errors import MismatchError, PeerLostError
 from dure.machine.devices import CPU, accelerator, current_stream, indexed, on_stream, pinned_like
 from dure.record.meter import Meter
@@ -148,8 +150,7 @@ class Group:
         )
         # Errors name ranks of the whole job; transports use ranks of the process group.
         self._places = list(range(self.size))
-        self._edges: dict[tuple[int, int], dist.ProcessGroup] = {}
-        """Groups for messages between devices, by the global ranks of sender and receiver."""
+        self._channels: DeviceChannels | None = None
 
     @classmethod
     def default(cls) -> Group:
@@ -215,24 +216,33 @@ class Group:
         the same meter. Raises ValueError unless each rank is in exactly one part.
 
         connected: whether neighbours of a part, as a ring, get channels between their devices
-        (`_channels_within`), which `begin_transfer` uses.
+        (`dure.collectives.device_channels`), which `begin_transfer` uses.
         """
         if sorted(rank for part in parts for rank in part) != list(range(self.size)):
             raise ValueError(
                 f"parts are {[list(part) for part in parts]}, but each of the ranks 0 to "
                 f"{self.size - 1} has to be in exactly one"
             )
+        if self.size == 1:
+            return self
         mine = next(list(part) for part in parts if self.rank in part)
-        edges = self._channels_within(parts) if connected else {}
+        # torch requires every rank to create every group, also groups without the rank.
+        limit = dist.distributed_c10d._get_default_store().timeout  # type: ignore[attr-defined]
+        channels = None
+        if connected:
+            channels = connect_neighbours(
+                [[self._global[rank] for rank in part] for part in parts],
+                self._global[self.rank],
+                indexed(torch.device(accelerator() or "cpu")),
+                partial(self._device_group_of, limit=limit),
+            )
         if len(mine) == self.size:
-            self._edges = edges
+            self._channels = channels or self._channels
             return self
         own: Group | None = None
         for part in parts:
             if len(part) > 1:
                 ranks = [self._global[rank] for rank in part]
-                # torch requires every rank to create every group, also groups without the rank.
-                limit = dist.distributed_c10d._get_default_store().timeout  # type: ignore[attr-defined]
                 made = dist.new_group(ranks, timeout=limit, use_local_synchronization=False)
                 devices = self._device_group_of(ranks, limit)
                 if self.rank in part:
@@ -240,7 +250,7 @@ class Group:
         if own is None:
             own = Group(None, self.meter)
             own._global = [self._global[self.rank]]
-        own._edges = edges
+        own._channels = channels
         return own
 
     def _device_group_of(self, ranks: list[int], limit: timedelta) -> dist.ProcessGroup | None:
@@ -250,39 +260,6 @@ class Group:
         backend = dist.get_backend(self.device_group)
         made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend=backend)
         return made
-
-    def _channels_within(
-        self, parts: Sequence[Sequence[int]]
-    ) -> dict[tuple[int, int], dist.ProcessGroup]:
-        """Return this rank's channels between devices, by the global ranks of their ends.
-
-        All ranks call it together with the same parts, each a ring of ranks; each pair of
-        neighbours gets a channel each way. A channel transports the messages of one pair in one
-        direction alone, because a backend such as NCCL executes the messages of a group in the
-        order of their issue, and a send waits for its receiver: in a common group two ranks that
-        both send first would wait for each other. Empty without a `device_group`.
-        """
-        edges: dict[tuple[int, int], dist.ProcessGroup] = {}
-        if self.device_group is None:
-            return edges
-        device = indexed(torch.device(accelerator() or "cpu"))
-        here = self._global[self.rank]
-        limit = dist.distributed_c10d._get_default_store().timeout  # type: ignore[attr-defined]
-        for part in parts:
-            ring = [self._global[rank] for rank in part]
-            pairs = zip(ring, ring[1:] + ring[:1], strict=True)
-            for pair in sorted({(a, b) for one in pairs for a, b in (one, one[::-1]) if a != b}):
-                made = self._device_group_of(list(pair), limit)
-                if here in pair:
-                    assert made is not None
-                    edges[pair] = made
-                    # The first message connects the pair, and would block either rank later.
-                    first = torch.zeros(1, device=device)
-                    if here == pair[0]:
-                        dist.send(first, pair[1], group=made)
-                    else:
-                        dist.recv(first, pair[0], group=made)
-        return edges
 
     def alone(self) -> Group:
         """Return the group of this rank alone, with the same meter."""
@@ -506,36 +483,39 @@ class Group:
             check_rank(rank, self.size)
         sends = [(tensor, to) for tensor, to in sends if tensor.numel()]
         receives = [(into, source) for into, source in receives if into.numel()]
-        if self._edges:
-            return self._begin_between_devices(operation, sends, receives)
-        return self._begin_on_the_host(operation, sends, receives)
+        if self._channels is None:
+            return self._begin_on_the_host(operation, sends, receives)
+        return self._begin_on_channels(self._channels, operation, sends, receives)
 
-    def _begin_between_devices(
-        self, operation: str, sends: Sequence[Message], receives: Sequence[Message]
+    def _begin_on_channels(
+        self,
+        channels: DeviceChannels,
+        operation: str,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
     ) -> Callable[[], None]:
-        """Do `begin_transfer` over the channels between devices, and for the rest on the host."""
-        here = self._global[self.rank]
+        """Do `begin_transfer` over channels between devices, and for the rest on the host."""
         step = self.step
-        started: list[tuple[int, Pending]] = []
-        rest: tuple[list[Message], list[Message]] = ([], [])
+        started: list[_Started] = []
+        sends_left: list[Message] = []
+        receives_left: list[Message] = []
         arriving = 0
         with self.during(operation):
             for tensor, to in sends:
-                edge = self._edges.get((here, self._global[to]))
-                if tensor.is_cpu or edge is None:
-                    rest[0].append((tensor, to))
-                    continue
-                started.append((to, begun_work(dist.isend(tensor, self._global[to], group=edge))))
-                self.meter.sent(tensor.nbytes)
+                work = channels.send(tensor, self._global[to])
+                if work is None:
+                    sends_left.append((tensor, to))
+                else:
+                    started.append((to, work))
+                    self.meter.sent(tensor.nbytes)
             for into, source in receives:
-                edge = self._edges.get((self._global[source], here))
-                if into.is_cpu or edge is None:
-                    rest[1].append((into, source))
-                    continue
-                work = dist.irecv(into, self._global[source], group=edge)
-                started.append((source, begun_work(work)))
-                arriving += into.nbytes
-        end_on_the_host = self._begin_on_the_host(operation, *rest)
+                work = channels.receive(into, self._global[source])
+                if work is None:
+                    receives_left.append((into, source))
+                else:
+                    started.append((source, work))
+                    arriving += into.nbytes
+        end_on_the_host = self._begin_on_the_host(operation, sends_left, receives_left)
 
         def end() -> None:
             with self.during(operation, step):
