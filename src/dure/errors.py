@@ -212,6 +212,26 @@ class CutNotANumberError(LossNotFiniteError):
         return f"{self.where} sends {self.what} with NaN at {self.when}: {self.advice}"
 
 
+class GradientNotFiniteError(DureError):
+    """Gradients in float16 are NaN or infinite however small the scale of the loss is.
+
+    `where`: the worker.
+    """
+
+    exit_code = 2
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self.where = where
+
+    def __str__(self) -> str:
+        return (
+            f"the gradients on {self.where} are not finite in float16, with any scale of the loss: "
+            "lower the learning rate, use precision bf16, or look for operations whose gradient is "
+            "infinite"
+        )
+
+
 class WorkerFailedError(DureError):
     """The user's own code raised an error on a worker.
 

@@ -104,7 +104,6 @@ class ADMM(Strategy):
     name: ClassVar[str] = "admm"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
-    scales_loss: ClassVar[frozenset[Kind]] = frozenset({"ranks"})
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
 

@@ -119,7 +119,6 @@ class ParallelSGD(Strategy):
     unit: ClassVar[str] = "round"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
-    scales_loss: ClassVar[frozenset[Kind]] = frozenset({"ranks"})
     samples: ClassVar[frozenset[SamplingRequest]] = SEPARATE_SAMPLING
 
     def __post_init__(self) -> None:

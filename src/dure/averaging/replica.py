@@ -76,7 +76,7 @@ class AveragedReplica:
         self.trained = [parameter for group in groups for parameter in group]
         self.optimizer = task.optimizer(self.model.parameters())
         self.rates = ScheduledRates(self.optimizer, task.lr_schedule)
-        self.scaling = loss_scaling_of(task, self.device, self.optimizer)
+        self.scaling = loss_scaling_of(task, f"rank {self.group.rank}", self.device)
         self.trimming = GradientTransforms(task, self.model.named_parameters())
         share_weights(self.model, self.group)
         # the initial state of the optimizer, which is usually empty
@@ -164,7 +164,7 @@ class AveragedReplica:
         )
         clock.read()
         if self.scaling is not None:
-            self.scaling.unscale()
+            self.scaling.unscale(self.trained)
         if adjust is not None:
             adjust(self.trained)
         # After `adjust`: the pull to a common point is clipped too.
@@ -173,7 +173,7 @@ class AveragedReplica:
         if self.scaling is None:
             self.optimizer.step()
         else:
-            self.scaling.step()
+            self.scaling.step(self.optimizer)
         clock.did("update")
         return learned.loss, learned.counted
 

@@ -486,9 +486,6 @@ class Strategy(CheckedSettings):
     trains_with: ClassVar[frozenset[Part]] = frozenset()
     """Supported options of `dure.contracts.training_options`; other options are refused by name."""
 
-    scales_loss: ClassVar[frozenset[Kind]] = frozenset()
-    """Kinds of worlds in which the strategy supports precision="fp16", which needs loss scaling."""
-
     without: ClassVar[frozenset[str]] = frozenset()
     """Conditions of clients that the strategy does not support and refuses."""
 

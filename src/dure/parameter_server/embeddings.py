@@ -251,6 +251,10 @@ class Tables:
             for reader in self._readers:
                 reader.leave()
 
+    def leaves(self) -> list[Tensor]:
+        """Return the tensors in `holding` whose gradients are those of the rows."""
+        return [reader.leaf for reader in self._readers if reader.leaf is not None]
+
     def _gradients(self) -> list[SparseRows | None]:
         by_table = [reader.gradient() for reader in self._readers]
         found: list[SparseRows | None] = []
@@ -361,7 +365,8 @@ class _Reader:
         """Ids of each call."""
         self._look: Callable[[], None] | None = None
         self._held: SparseRows | None = None
-        self._leaf: nn.Parameter | None = None
+        self.leaf: nn.Parameter | None = None
+        """Rows of `hold`, as the tensor that gets their gradient."""
         self._pulls: Sequence[tuple[KeyRange, Callable[[Tensor], Tensor]]] = ()
         self.release()
         module.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -386,7 +391,7 @@ class _Reader:
     def hold(self, rows: SparseRows) -> None:
         """Compute with these ascending rows, from now on."""
         self._held = rows
-        self._leaf = self._with_padding(rows.values)
+        self.leaf = self._with_padding(rows.values)
 
     def pull_from(self, pulls: Sequence[tuple[KeyRange, Callable[[Tensor], Tensor]]]) -> None:
         """Pull the rows of each call, from now on."""
@@ -394,7 +399,7 @@ class _Reader:
 
     def leave(self) -> None:
         """Leave the current mode."""
-        self._look = self._held = self._leaf = None
+        self._look = self._held = self.leaf = None
         self._pulls = ()
         self._put(self.weight, self.padding)
 
@@ -407,10 +412,10 @@ class _Reader:
     def gradient(self) -> SparseRows | None:
         """Return the gradient of the rows of `hold`; None without a gradient."""
         assert self._held is not None
-        assert self._leaf is not None
-        if self._leaf.grad is None:
+        assert self.leaf is not None
+        if self.leaf.grad is None:
             return None
-        sparse = self._leaf.grad.coalesce()
+        sparse = self.leaf.grad.coalesce()
         return SparseRows(self._held.rows[sparse.indices()[0]], sparse.values())
 
     # A call
@@ -425,9 +430,9 @@ class _Reader:
             self._look()
             return self._all_alike(0.0, ids, args, kwargs)
         if self._held is not None:
-            assert self._leaf is not None
+            assert self.leaf is not None
             rows = self._held.rows
-            leaf = self._leaf
+            leaf = self.leaf
         elif self._pulls:
             self._check(ids)
             rows = self._distinct(ids.reshape(-1).long())

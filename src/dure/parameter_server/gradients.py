@@ -9,14 +9,15 @@ so that with staleness 0 the parts of a batch add up to the gradient of data par
 compressed pushes the weight for staleness 0 is a share as well: of the expected count of the batch
 (`compressed`). The gradient consists of flat vectors, one a dtype, in the order of the keys, and
 for tables of the rows that the part has read (`embeddings`). Random draws, such as dropout's, are a
-function of the batch and the part, as for ranks of data parallel.
+function of the batch and the part, as for ranks of data parallel. In float16 a pass is repeated
+until its gradient is finite (`dure.tasks.loss_scaling`), because the servers wait for it.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -34,8 +35,9 @@ from dure.parameter_server.late_counts import LateCounts
 from dure.parameter_server.scheduler import BatchPart
 from dure.parameter_server.tables import SparseRows
 from dure.randomness.seeds import seed_generators
-from dure.tasks.gradient_accumulation import accumulate_gradient
+from dure.tasks.gradient_accumulation import AccumulatedLoss, accumulate_gradient
 from dure.tasks.gradient_transforms import GradientTransforms, clip, forward_context
+from dure.tasks.loss_scaling import repeated_passes_of
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import BufferNames
 from dure.tensors.flat import FlatParameters, by_dtype
@@ -219,6 +221,36 @@ class GradientComputation:
     def _seed(self, place: tuple[int, ...]) -> None:
         seed_generators(self.seed, "step", *place, everything=self.examples.draws)
 
+    def _finite_pass(self, part: Tensor) -> AccumulatedLoss:
+        """Compute the gradient of a part; in float16, repeat it until the gradient is finite."""
+        # A new scale for each part: workers compute the same gradient, whichever gets the part.
+        passes = repeated_passes_of(self.task, self.model, self._device)
+        if passes is None:
+            return self._pass(part, Tensor.backward)
+        leaves = () if self.tables is None else self.tables.leaves()
+        held = [*self.model.parameters(), *leaves]
+        return passes.run(
+            lambda: self._pass(part, passes.backward, leaves),
+            lambda _: [one.grad for one in held],
+        )
+
+    def _pass(
+        self, part: Tensor, backward: Callable[[Tensor], None], leaves: Sequence[Tensor] = ()
+    ) -> AccumulatedLoss:
+        """Run forward and backward over the pieces of a part. leaves: the rows of tables."""
+        for parameter in (*self.model.parameters(), *leaves):
+            parameter.grad = None
+        return accumulate_gradient(
+            self.losses,
+            part,
+            self.accumulate,
+            read=self._read if self._late is None else self._late.read,
+            forward=self.model if self._late is None else partial(self._late.forward, self.model),
+            computing=lambda *given: forward_context(self.task, self._device),
+            backward=backward,
+            parameters=self.model.parameters(),
+        )
+
     def mean(
         self,
         part: Tensor,
@@ -249,18 +281,7 @@ class GradientComputation:
         if not len(part):
             empty = [vector.zero_() for vector in out]
             return ComputedGradients(empty, 0.0, 0.0, 0.0, 0, time.perf_counter() - started)
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        found = accumulate_gradient(
-            self.losses,
-            part,
-            self.accumulate,
-            read=self._read if self._late is None else self._late.read,
-            forward=self.model if self._late is None else partial(self._late.forward, self.model),
-            computing=lambda *given: forward_context(self.task, self._device),
-            backward=Tensor.backward,
-            parameters=self.model.parameters(),
-        )
+        found = self._finite_pass(part)
         if not math.isfinite(found.loss):
             raise LossNotFiniteError(found.loss, who, f"step {place[0] + 1}")
         self.trimming.drop(place[0])

@@ -15,6 +15,7 @@ from torch import nn
 from dure.contracts.strategy import Strategy, World
 from dure.contracts.task import Task
 from dure.contracts.training_options import PARTS, Part, check_unfrozen, training_options_of
+from dure.tasks.loss_scaling import check_weights
 from dure.tasks.parts import parts_of
 
 
@@ -34,13 +35,6 @@ def check_can(task: Task, strategy: Strategy, world: World) -> None:
                     f"{type(strategy).__name__} cannot train with {part}={value!r}: {why}; leave "
                     f"it out"
                 )
-        if one.precision == "fp16" and (
-            world.serves or world.kind not in strategy.scales_loss or strategy.protects
-        ):
-            raise ValueError(
-                f"{type(strategy).__name__} cannot train with precision='fp16' here: it does not "
-                "scale the loss, which gradients in float16 need; use bf16"
-            )
 
 
 def _unserved(part: Part, strategy: Strategy) -> str | None:
@@ -56,8 +50,13 @@ def _unserved(part: Part, strategy: Strategy) -> str | None:
 
 
 def check_learned(task: Task, model: nn.Module) -> None:
-    """Raise ValueError if the task names parameters that the model does not have."""
+    """Check that the model has the parameters that the learning options of the task need.
+
+    Raises ValueError for an unknown name, and for weights that loss scaling cannot protect.
+    """
     check_unfrozen(task, model)
+    if task.precision == "fp16":
+        check_weights(model)
 
 
 def learning_of(task: Task) -> dict[str, Any]:

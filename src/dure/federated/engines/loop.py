@@ -10,6 +10,9 @@ the same bits from a few calls. Large models are not copied: there the calls cos
 with the copy. Neither are models with plain SGD, which is a single call anyway (`optimizers`), nor
 models whose optimizer has hooks, which see the original parameters.
 
+In float16 a step is repeated until its gradient is finite (`dure.tasks.loss_scaling`), so that a
+client makes all the steps that it is asked for.
+
 A task's `clip_norm` applies to each local step's gradient, including the algorithm's terms, and its
 `unfreeze` counts rounds.
 
@@ -40,6 +43,7 @@ from dure.federated.engines.plan import batches
 from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import seed_generators
 from dure.tasks.gradient_transforms import GradientTransforms, forward_context
+from dure.tasks.loss_scaling import repeated_passes_of
 from dure.tasks.loss_shares import ComputedLoss, CountedLoss
 from dure.tensors.buffers import BufferNames
 from dure.tensors.flat import FlatParameters, by_dtype, trainable_parameters, views_of
@@ -182,16 +186,35 @@ class LoopEngine(ClientEngine):
         """
         self.model.train()
         step = self.updates.begin(job)
+        backward = self._backward()
         samples = 0
         for batch in self._batches(job):
-            loss, counted = self._loss(batch)
+            loss, counted = backward(batch)
             # Not converted to a number yet: the conversion would wait for a GPU in every step.
-            losses.append(loss.detach())
+            losses.append(loss)
             counts.append(counted)
-            loss.backward()  # type: ignore[no-untyped-call]
             step()
             samples += len(batch)
         return samples
+
+    def _backward(self) -> Callable[[Tensor], ComputedLoss]:
+        """Return the function that computes the loss and the gradient of a step of a job.
+
+        It takes the indices of the examples. The returned loss has no graph.
+        """
+        passes = repeated_passes_of(self.task, self.model, self.device)
+        backward = Tensor.backward if passes is None else passes.backward
+
+        def once(batch: Tensor) -> ComputedLoss:
+            loss, counted = self._loss(batch)
+            backward(loss)
+            return ComputedLoss(loss.detach(), counted)
+
+        if passes is None:
+            return once
+        return lambda batch: passes.run(
+            lambda: once(batch), lambda _: [one.grad for one in self.parameters]
+        )
 
     def _batches(self, job: ClientJob) -> Sequence[Tensor]:
         """Return the examples of each step, as indices, and seed the generators."""
@@ -229,16 +252,16 @@ class LoopEngine(ClientEngine):
             )
         gradients = job.measures == "gradient"
         self.model.train(gradients)
+        backward = self._backward()
         total = [torch.zeros_like(weights) for weights in self.flat.buffers]
         samples = 0
         with torch.set_grad_enabled(gradients):
             for batch in self._batches(job):
-                loss, counted = self._loss(batch)
+                loss, counted = backward(batch) if gradients else self._loss(batch)
                 losses.append(loss.detach())
                 counts.append(counted)
                 samples += len(batch)
                 if gradients and counted:
-                    loss.backward()  # type: ignore[no-untyped-call]
                     for sum_, own in zip(total, self._gradient(), strict=True):
                         sum_.add_(own, alpha=counted)
         return samples, [sum_.div_(sum(counts) or 1.0) for sum_ in total]

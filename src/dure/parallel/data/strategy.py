@@ -153,7 +153,6 @@ class DataParallel(Strategy):
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
-    scales_loss: ClassVar[frozenset[Kind]] = frozenset({"ranks"})
     samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
     can_offload: ClassVar[tuple[str, ...]] = OFFLOADED
     moves: ClassVar[frozenset[str]] = frozenset(
@@ -226,6 +225,12 @@ class DataParallel(Strategy):
         check_joint_batch(self.batch_size, len(task.train), workers)
         self.how()
         check_accumulate(self.accumulate)
+        if task.precision == "fp16" and self.compression.remembers:
+            raise ValueError(
+                f"compression is {self.compression}, which adds what it left out to the next "
+                "gradient, but with precision='fp16' gradients have another scale then, or the "
+                "step is skipped: use precision='bf16', or cast:float16"
+            )
         if self.privacy is not None:
             self._check_private(task)
         check_offload(

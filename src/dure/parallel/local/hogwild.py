@@ -60,6 +60,7 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.gradient_accumulation import accumulate_gradient, check_accumulate
 from dure.tasks.gradient_transforms import GradientTransforms
+from dure.tasks.loss_scaling import loss_scaling_of
 from dure.tensors.buffers import (
     BufferNames,
     load_non_persistent_buffers,
@@ -167,6 +168,8 @@ class HogwildWorker:
             self.optimizer = learner.task.optimizer(model.parameters())
         self.rates = ScheduledRates(self.optimizer, learner.task.lr_schedule)
         self.trimming = GradientTransforms(learner.task, model.named_parameters())
+        # Workers skip steps of their own, and so have scales of their own.
+        self.scaling = loss_scaling_of(learner.task, meter.name, learner.device)
         self.batches = Batches(
             len(learner.train_examples),
             learner.strategy.batch_size,
@@ -209,15 +212,24 @@ class HogwildWorker:
             read=self._read,
             forward=self.model,
             computing=lambda *given: learner.computing(),
-            backward=Tensor.backward,
+            backward=self._backward,
             parameters=self.model.parameters(),
         )
         if not math.isfinite(value):
             raise LossNotFiniteError(value, self.meter.name, f"step {step + 1}", intact=False)
+        if self.scaling is not None:
+            self.scaling.unscale(self.model.parameters())
         self.trimming.at(step)
         self.rates.at(step)
-        self.optimizer.step()
+        if self.scaling is None:
+            self.optimizer.step()
+        else:
+            self.scaling.step(self.optimizer)
         return HogwildSteps(value * counted, counted, len(indices))
+
+    def _backward(self, loss: Tensor) -> None:
+        scaled = loss if self.scaling is None else self.scaling.scaled(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
 
     def _read(self, indices: Tensor) -> tuple[Any, Any]:
         learner = self.learner
@@ -342,16 +354,22 @@ class HogwildLearner(SingleLearner):
         }
 
     def part(self) -> dict[str, Any]:
-        """Return the optimizer states of the workers of this process."""
-        return {"optimizers": [to_cpu(hog.optimizer.state_dict()) for hog in self.hogwild_workers]}
+        """Return the optimizer states of the workers of this process, and their loss scales."""
+        scales = [hog.scaling.state() for hog in self.hogwild_workers if hog.scaling is not None]
+        return {
+            "optimizers": [to_cpu(hog.optimizer.state_dict()) for hog in self.hogwild_workers],
+            **({"loss_scalings": scales} if scales else {}),
+        }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.model, weights)
         load_non_persistent_buffers(self.model, state["buffers"])
-        for hog, kept in zip(
-            self.hogwild_workers, state["parts"][self.group.rank]["optimizers"], strict=True
-        ):
+        own = state["parts"][self.group.rank]
+        for hog, kept in zip(self.hogwild_workers, own["optimizers"], strict=True):
             load_optimizer(hog.optimizer, kept)
+        for hog, scale in zip(self.hogwild_workers, own.get("loss_scalings", ()), strict=False):
+            if hog.scaling is not None:
+                hog.scaling.restore(scale)
         self.round = state["round"]
         self.step = state["step"]
 

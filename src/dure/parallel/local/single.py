@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -132,7 +132,6 @@ class SingleWorker(Strategy):
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
-    scales_loss: ClassVar[frozenset[Kind]] = frozenset({"ranks"})
     samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
     can_offload: ClassVar[tuple[str, ...]] = PARTS
     moves: ClassVar[frozenset[str]] = frozenset(
@@ -311,7 +310,6 @@ class SingleLearner(Learner):
         self.again = install_recompute(again, task, self.model, context.check)
         self.optimizer = self.offloaded.optimizer(task.optimizer(self.model.parameters()))
         self.rates = ScheduledRates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
-        self.scaling = loss_scaling_of(task, self.device, self.optimizer)
         self.trimming = GradientTransforms(task, self.model.named_parameters())
         self.train_examples, self.test_examples = examples_for(task)
         self.losses = CountedLoss(task.loss, self.train_examples)
@@ -341,6 +339,7 @@ class SingleLearner(Learner):
             self.batches = self.private.batches
         self.units_per_epoch = self.batches.steps_per_epoch
         self.where = f"rank {self.group.rank}"
+        self.scaling = loss_scaling_of(task, self.where, self.device)
         self.step = 0
         self.loaders = [
             Meter(f"loader {loader}", context.trace, is_worker=False) for loader in range(loaders)
@@ -372,7 +371,7 @@ class SingleLearner(Learner):
         indices = self.batches.at(self.step)
         progress = self.gradients(indices, control_flags)
         if self.scaling is not None:
-            self.scaling.unscale()
+            self.scaling.unscale(self.own_parameters())
         self.trim()
         clock = step_clock(self.group.meter, self.spans, self.step + 1)
         if self.rates is not None:
@@ -380,7 +379,7 @@ class SingleLearner(Learner):
         if self.scaling is None:
             self.optimizer.step()
         else:
-            self.scaling.step()
+            self.scaling.step(self.optimizer)
         if self.spans is None and self.waits_for_update:
             synchronize(self.device)  # so that the measured time includes the kernels
         clock.did("update")
@@ -431,6 +430,10 @@ class SingleLearner(Learner):
         if not math.isfinite(found.loss):
             raise LossNotFiniteError(found.loss, self.where, f"step {self.step + 1}")
         return StepResult(found.loss if found.counted else None, len(indices), control_flags)
+
+    def own_parameters(self) -> Iterable[Tensor]:
+        """Return the tensors whose gradients this rank's optimizer uses."""
+        return self.model.parameters()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss from which backward runs."""
@@ -541,8 +544,17 @@ class SingleLearner(Learner):
             "optimizer": to_cpu(self.optimizer.state_dict()),
             "buffers": to_cpu(non_persistent_buffers_of(self.model)),
             **({} if self.private is None else {"privacy": self.private.state()}),
-            **({} if self.scaling is None else {"loss_scaling": self.scaling.state()}),
+            **self.scaling_state(),
         }
+
+    def scaling_state(self) -> dict[str, Any]:
+        """Return the entry of the loss scaling in the state; empty without one."""
+        return {} if self.scaling is None else {"loss_scaling": self.scaling.state()}
+
+    def restore_scaling(self, state: Mapping[str, Any]) -> None:
+        """Restore the entry of `scaling_state`."""
+        if self.scaling is not None:
+            self.scaling.restore(state["loss_scaling"])
 
     def rest(self) -> None:
         free_optimizer(self.optimizer)
@@ -559,8 +571,7 @@ class SingleLearner(Learner):
         self.step = state["step"]
         if self.private is not None:
             self.private.restore(state["privacy"])
-        if self.scaling is not None:
-            self.scaling.restore(state["loss_scaling"])
+        self.restore_scaling(state)
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter, *self.loaders]

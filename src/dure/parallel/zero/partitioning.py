@@ -27,8 +27,10 @@ from dure.parallel.zero.partitioned_parameters import elements_of
 from dure.parallel.zero.shares import ParameterShare
 from dure.parallel.zero.units import UnitPlan, UnitSpec, plan_units
 
-Precision = Literal["full", "bf16"]
+Precision = Literal["full", "bf16", "fp16"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
+REDUCED: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes in which parameters are gathered, and the model computes."""
 
 
 class PartitionedUnit(NamedTuple):
@@ -61,7 +63,7 @@ def partition_model(
         model: The model, whose parameters become shares.
         stage: Stage of ZeRO.
         group: The ranks.
-        precision: "bf16" gathers parameters in bfloat16.
+        precision: "bf16" gathers parameters in bfloat16, "fp16" in float16.
         units: Which parameters are gathered together (`dure.parallel.zero.units`).
         common: Whether stage 3 may use memory that all ranks read, if the ranks can share memory.
         alone: Number of elements from which on a parameter is a separate block.
@@ -71,7 +73,7 @@ def partition_model(
         The units that have elements, in the order of the plan.
     """
     named = dict(model.named_parameters())
-    short = _shortened(model) if precision == "bf16" else {}
+    short = _shortened(model, REDUCED[precision]) if precision in REDUCED else {}
     planned: list[tuple[UnitPlan, list[ParameterBlock]]] = []
     for plan in plan_units(model, units):
         # Without elements there is nothing to divide, gather or send.
@@ -128,22 +130,22 @@ def _sent_from(elements: int, dtype: torch.dtype, group: Group, device: torch.de
     return torch.empty(elements, dtype=dtype, device=device)
 
 
-def _shortened(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the parameters that are computed with in bfloat16, with that dtype.
+def _shortened(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the parameters that are computed with in a reduced dtype, with that dtype.
 
     Norms with running statistics keep their precision.
     """
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
     kept = {id(parameter) for module in norms for parameter in module.parameters(recurse=False)}
     return {
-        name: torch.bfloat16
+        name: dtype
         for name, parameter in model.named_parameters()
         if parameter.is_floating_point() and id(parameter) not in kept
     }
 
 
-def cast_to_bfloat16(model: nn.Module, rests: Callable[[], bool]) -> None:
-    """Add hooks that convert the model's inputs to bfloat16 and its outputs to float32.
+def cast_inputs(model: nn.Module, dtype: torch.dtype, rests: Callable[[], bool]) -> None:
+    """Add hooks that convert the model's inputs to a reduced dtype, and its outputs to float32.
 
     rests: returns whether the parameters are whole and in their own dtype; inputs are not converted
     then.
@@ -153,13 +155,11 @@ def cast_to_bfloat16(model: nn.Module, rests: Callable[[], bool]) -> None:
         if rests():
             return None
         return tree_map_only(
-            Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, (args, kwargs)
+            Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
         )
 
     def lengthen(module: nn.Module, args: Any, outputs: Any) -> Any:
-        return tree_map_only(
-            Tensor, lambda t: t.float() if t.dtype == torch.bfloat16 else t, outputs
-        )
+        return tree_map_only(Tensor, lambda t: t.float() if t.dtype == dtype else t, outputs)
 
     model.register_forward_pre_hook(shorten, with_kwargs=True, prepend=True)
     model.register_forward_hook(lengthen)

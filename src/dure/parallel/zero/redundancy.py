@@ -40,9 +40,10 @@ from dure.parallel.zero.partition_layout import (
 )
 from dure.parallel.zero.partitioned_parameters import watch_gradient
 from dure.parallel.zero.partitioning import (
+    REDUCED,
     PartitionedUnit,
     Precision,
-    cast_to_bfloat16,
+    cast_inputs,
     partition_model,
 )
 from dure.parallel.zero.passes import MessageOrders, ZeROPasses
@@ -51,6 +52,7 @@ from dure.parallel.zero.structure import ModelStructure
 from dure.parallel.zero.units import UnitSpec
 from dure.parallel.zero.whole_model import UndividedModel
 from dure.record.meter import Meter
+from dure.tasks.loss_scaling import LossScaling, check_weights
 from dure.tensors.flat import check_no_shared_memory
 
 NO_PIGGYBACK_FIELDS = PiggybackFields()
@@ -77,7 +79,8 @@ class ZeroRedundancy:
         process_group: a group of torch.distributed of any backend, or a `dure.collectives.Group`;
             None is all ranks.
         reduce: the reduction of the ranks' gradients: mean or sum.
-        precision: "bf16" computes and sends in bfloat16, and updates parameters in their own dtype.
+        precision: "bf16" computes and sends in bfloat16, "fp16" in float16, and both update
+            parameters in their own dtype. "fp16" needs `loss_scaling`.
         units: the parameters that stage 3 gathers together: a number of elements, or classes of
             modules; None lets dure choose.
         prefetch: number of units gathered ahead, and of messages sent, during the computation; 0
@@ -97,6 +100,16 @@ class ZeroRedundancy:
         memory: allocates a number of elements of a dtype for this rank's parameters, such as in a
             file; None keeps the parameters in memory.
         rider: further numbers that travel with a step.
+
+    With precision="fp16" the attribute `loss_scaling` (`dure.tasks.loss_scaling`) takes the place
+    of torch's `GradScaler`, so that all ranks skip the same steps; a rank sends one float32 more to
+    each other rank:
+
+        scaling = zero.loss_scaling
+        scaling.scaled(loss(model(inputs), targets)).backward()
+        scaling.unscale(zero.parts())
+        zero.clip_grad_norm_(1.0)
+        scaling.step(optimizer)
 
     All ranks run the same loop. A rank without examples in a step calls `take_part` instead of
     forward and backward. Raises ValueError for an unsupported model, optimizer or setting.
@@ -129,6 +142,8 @@ class ZeroRedundancy:
             optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
         )
         self.device = check_model(model, self.optimizer)
+        if precision == "fp16":
+            check_weights(model)
         check_element_wise(self.optimizer)
         check_forward_keeps_weights(model, self.group.size)
         # A share has separate memory: another tensor in the same memory would no longer follow.
@@ -173,8 +188,8 @@ class ZeroRedundancy:
         self.passes = self._passes(cuts, prefetch)
         self._changes.rests = lambda: self.passes.rests
         self.arriving = OverlappedGather(model, self.trained, self.wire)
-        if precision == "bf16":
-            cast_to_bfloat16(model, lambda: self.passes.rests)
+        if precision in REDUCED:
+            cast_inputs(model, REDUCED[precision], lambda: self.passes.rests)
         # the same group with a separate meter: bookkeeping is not counted
         self._quiet = copy.copy(self.group)
         self._quiet.meter = Meter(self.group.meter.name)
@@ -190,6 +205,10 @@ class ZeroRedundancy:
         trained = [parameter for share in self.trained for parameter in share.parameters]
         self._structure = ModelStructure(model, self.optimizer, trained, self._parts())
         # in stage 3 no rank has a whole parameter
+        self.loss_scaling: LossScaling | None = None
+        if precision == "fp16":
+            where = f"rank {self.group.rank}"
+            self.loss_scaling = LossScaling(where, self.device, self._largest)
         self._alike = ReplicaCheck(model.named_parameters() if stage < 3 else (), self._quiet)
         self._accept()
         self._stand_by_the_loop()
@@ -460,6 +479,10 @@ class ZeroRedundancy:
         mine = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
         parts = all_gather(mine, self.wire.group, self.wire.algorithm)
         return parts.max() if math.isinf(norm_type) else parts.sum() ** (1 / norm_type)
+
+    def _largest(self, value: Tensor) -> Tensor:
+        """Return the largest value of a scalar over all ranks."""
+        return all_gather(value, self.wire.group, self.wire.algorithm).max()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # args[0] is the optimizer itself

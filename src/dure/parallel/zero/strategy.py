@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -218,7 +218,7 @@ class ZeROLearner(SingleLearner):
             strategy.stage,
             self.group,
             reduce="sum",
-            precision="bf16" if task.precision == "bf16" else "full",
+            precision=task.precision,
             units=strategy.unit_size,
             prefetch=strategy.prefetch,
             algorithm=strategy.algorithm,
@@ -235,6 +235,8 @@ class ZeROLearner(SingleLearner):
                 self._say,
             ),
         )
+        # Its ranks agree on the steps to skip: each has other parts of the gradient.
+        self.scaling = self.zero.loss_scaling
         # Parameters have become shares; the buffers of a file-backed model move to memory.
         move_to_memory(self.model.buffers())
         # Memory that the division needed must not count in training.
@@ -293,6 +295,9 @@ class ZeROLearner(SingleLearner):
         mean = self.losses.settle(sum(heard["loss"]), indices, sum(heard["count"]), gradients)
         return StepResult(mean, len(indices), int(heard["control_flags"][0]))
 
+    def own_parameters(self) -> Iterable[Tensor]:
+        return self.zero.parts()
+
     def trim(self) -> None:
         for name, part in self.zero.parts_by_name():
             # A frozen parameter's pieces on this rank are frozen.
@@ -314,7 +319,7 @@ class ZeROLearner(SingleLearner):
         self._losses.append(unread_loss(loss))
         self._counted += count
         clock.did("forward")
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.scaled(loss).backward()  # type: ignore[no-untyped-call]
         clock.did("backward")
 
     def _say(self) -> Numbers:
@@ -387,6 +392,7 @@ class ZeROLearner(SingleLearner):
             "optimizer": to_cpu(self.zero.optimizer_state_dict(SpillStore(self.folder))),
             "buffers": to_cpu(non_persistent_buffers_of(self.model)),
             "order": self.zero.passes.orders.state(),
+            **self.scaling_state(),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -398,3 +404,4 @@ class ZeROLearner(SingleLearner):
         # A new instance: all ranks now have the loaded buffers.
         self.buffer_sync = buffer_sync_of(self.model)
         self.step = state["step"]
+        self.restore_scaling(state)
