@@ -98,21 +98,25 @@ def test_a_system_with_all_its_options_has_the_weights_of_the_cpu(
 
 
 @pytest.mark.parametrize(
-    ("system", "precision"),
+    ("system", "ranks", "precision"),
     [
-        ("data-parallel", "bf16"),
-        ("data-parallel", "fp16"),
-        ("zero", "bf16"),
-        ("local-sgd", "fp16"),
+        ("data-parallel", 2, "bf16"),
+        ("data-parallel", 2, "fp16"),
+        ("zero", 2, "bf16"),
+        ("zero", 2, "fp16"),
+        ("parameter-server,workers=1", 3, "fp16"),
+        ("local-sgd", 2, "fp16"),
     ],
 )
-def test_reduced_precision_on_a_device(system: str, precision: str, accelerator: str) -> None:
+def test_reduced_precision_on_a_device(
+    system: str, ranks: int, precision: str, accelerator: str
+) -> None:
     from rank_systems import run_system
 
     task = on_device.noting_task(
         partial(network, torch.float32), precision=precision, dtype=torch.float32
     )
-    here = run_system(task, f"{system},batch_size=8", 2, "cpu")
-    there = run_system(task, f"{system},batch_size=8", 2, accelerator)
+    here = run_system(task, f"{system},batch_size=8", ranks, "cpu")
+    there = run_system(task, f"{system},batch_size=8", ranks, accelerator)
     # A device rounds other operations than the CPU does.
     assert largest_difference(here, there) <= 0.05

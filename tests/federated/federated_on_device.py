@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,35 @@ def test_many_clients_at_once_get_the_weights_of_the_cpu(system: str) -> None:
 def test_buffers_are_averaged_on_a_device() -> None:
     runs = [run("fed-avg,clients=3,batch_size=5", name, with_buffers) for name in (ON, None)]
     assert largest_difference(*runs) < CLOSE
+
+
+def test_a_pass_in_float16_is_repeated_with_the_devices_draws() -> None:
+    """A loss larger by 2^12 overflows first, and gives the same weights."""
+
+    def drops() -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, CLASSES))
+
+    runs = [
+        dure.train(
+            small_task(
+                model=drops,
+                dtype=torch.float32,
+                precision="fp16",
+                loss=partial(scaled_loss, by=by),
+                optimizer=partial(torch.optim.SGD, lr=0.25 / by),
+                n=24,
+            ),
+            dure.FedAvg(3, batch_size=5),
+            dure.Simulated(device=ON),
+            ROUNDS,
+        )
+        for by in (1.0, 2.0**12)
+    ]
+    assert largest_difference(*runs) < 1e-6
+
+
+def scaled_loss(outputs: Tensor, targets: Tensor, by: float) -> Tensor:
+    return by * nn.functional.cross_entropy(outputs.float(), targets)
 
 
 def test_a_run_on_a_device_is_resumed_there(tmp_path: Path) -> None:

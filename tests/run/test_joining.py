@@ -3,6 +3,7 @@ what can be done with what was served."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 import traceback
@@ -327,6 +328,32 @@ def test_a_model_of_ones_own_has_the_frozen_weights_of_the_run(tmp_path: Path) -
     found = dure.personalise(state, task)
     assert found.before["test_loss"] == pytest.approx(run.summary["test_loss"], abs=1e-12)
     assert torch.equal(found.model[0].weight, run.model[0].weight)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_model_of_ones_own_is_trained_with_the_options_of_its_task(
+    precision: str, tmp_path: Path
+) -> None:
+    task = small_task(model=partial(network, torch.float32), dtype=torch.float32, n=8)
+    state = tmp_path / "state"
+    served(
+        task,
+        dure.FedAvg(clients=1, batch_size=4),
+        joins(task, 0, state=state),
+        out=tmp_path / "run",
+        rounds=1,
+    )
+    before = dict(dure.personal_model(state, task).state_dict())
+
+    def trained(**options: Any) -> torch.Tensor:
+        asked = dataclasses.replace(task, **options)
+        model = dure.personalise(state, asked, batch_size=8).model
+        return torch.cat([(v - before[k]).reshape(-1) for k, v in model.state_dict().items()])
+
+    full = trained()
+    # A single step of SGD with the rate 0.3.
+    assert float(trained(clip_norm=0.01).norm()) == pytest.approx(0.3 * 0.01, rel=1e-3)
+    assert 0 < float((trained(precision=precision) - full).norm()) < 0.05 * float(full.norm())
 
 
 def test_what_no_model_of_ones_own_can_be_trained_with_is_refused(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from dure.protocol.messages import (
 from dure.references import ReferencePolicy, refuse
 from dure.run.registry import decode_strategy
 from dure.tasks.dtypes import check_dtypes
+from dure.tasks.gradient_transforms import forward_context
 from dure.tasks.loss_shares import tensor_of
 from dure.tasks.task_summary import machine_of, trains_of
 from dure.tensors.buffers import BufferNames
@@ -250,7 +251,8 @@ class ClientTraining:
         examples = examples_for(self.task)[0]
         inputs, targets = to_device(examples.batch(own), self.device)
         started = time.perf_counter()
-        loss = self.task.on(self.device).loss(model(inputs), targets)
+        with forward_context(self.task, self.device):
+            loss = self.task.on(self.device).loss(model(inputs), targets)
         torch.autograd.backward(tensor_of(loss))
         optimizer.step()
         return time.perf_counter() - started
