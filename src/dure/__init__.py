@@ -109,6 +109,7 @@ if TYPE_CHECKING:
     from dure.tasks.parts import HeadTask as HeadTask
     from dure.tasks.parts import TailTask as TailTask
     from dure.tasks.parts import joined as joined
+    from dure.trainers.simulate import simulate as simulate
     from dure.worlds.network.world import Network as Network
     from dure.worlds.processes.world import Processes as Processes
     from dure.worlds.simulated import Simulated as Simulated
@@ -174,6 +175,7 @@ _WHERE = {
     "resume_comparison": "dure.run.existing_runs",
     "serve": "dure.run.serve",
     "train": "dure.run.train",
+    "simulate": "dure.trainers.simulate",
 }
 
 _SUBMODULES = (
@@ -186,6 +188,7 @@ _SUBMODULES = (
     "fleet",
     "data",
     "record",
+    "client",
 )
 
 _MODULES = {name: f"dure.{name}" for name in _SUBMODULES} | {"models": "dure.tasks.models"}

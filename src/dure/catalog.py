@@ -6,7 +6,9 @@ without torch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 
 class StrategyEntry(NamedTuple):
@@ -401,3 +403,22 @@ WORLDS: dict[str, WorldEntry] = {
 def worlds_for(kind: str) -> str:
     """Return the worlds in which strategies of this kind run, for errors."""
     return f"{kind}: {' or '.join(world.call for world in WORLDS.values() if world.lives == kind)}"
+
+
+TASK_MAKERS: dict[str, tuple[str, str, str]] = {
+    "from_trainer": ("dure.trainers.hugging_face_task", "task_from_trainer", "hf"),
+    "from_lightning": ("dure.trainers.lightning_task", "task_from_lightning", "lightning"),
+}
+"""Functions behind `Task.from_trainer` and `Task.from_lightning`: (module, name, extra)."""
+
+
+def task_maker(name: str) -> Callable[..., Any]:
+    """Return a function of `TASK_MAKERS`, imported now. Raises ImportError that names the extra."""
+    module, function, extra = TASK_MAKERS[name]
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "dure":
+            raise
+        raise ImportError(f'Task.{name} needs the extra: pip install "dure[{extra}]"') from error
+    return found

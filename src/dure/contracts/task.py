@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dure import catalog
 from dure.arguments import SuggestsArguments, check_path
 from dure.contracts.lr_schedule import LRSchedule
 from dure.contracts.metric import Metric, check_metrics
 from dure.contracts.own_loss import KeywordModelFactory, OwnLoss
+from dure.contracts.trainer import ClientTrainers
 from dure.contracts.training_options import Precision, check_learning
 from dure.data.conversion import as_examples
 from dure.data.datasets import DatasetExamples
@@ -126,6 +128,8 @@ class Task(SuggestsArguments, common=True):
         are like the examples.
     dtype: dtype to which floating-point inputs are cast, such as torch.float32; targets never are.
         None: inputs are passed to the model unchanged.
+    trainer: trainers of another library, which train the clients of a federation in place of dure's
+        own loop (`dure.client.patch`, `dure.simulate`); None is dure's loop.
     """
 
     model: Callable[[], nn.Module]
@@ -150,6 +154,28 @@ class Task(SuggestsArguments, common=True):
     show_examples: bool = False
     dtype: torch.dtype | None = None
     parse: Callable[[Any], Any] | None = None
+    trainer: ClientTrainers | None = field(default=None, compare=False)
+
+    @classmethod
+    def from_trainer(cls, trainer: Any, **changes: Any) -> Task:
+        """Return the task of a transformers.Trainer: its model, data, loss and optimizer.
+
+        `changes` are fields of the task that differ from the trainer's
+        (`dure.trainers.hugging_face_task`).
+
+        Raises ValueError for a part of the trainer that a task cannot take over, by its name.
+        """
+        made: Task = catalog.task_maker("from_trainer")(trainer, **changes)
+        return made
+
+    @classmethod
+    def from_lightning(cls, module: Any, datamodule: Any = None, **changes: Any) -> Task:
+        """Return the task of a LightningModule and its data (`dure.trainers.lightning_task`).
+
+        Raises ValueError for a part of the module that a task cannot take over, by its name.
+        """
+        made: Task = catalog.task_maker("from_lightning")(module, datamodule, **changes)
+        return made
 
     def __post_init__(self) -> None:
         if self.loss is None:

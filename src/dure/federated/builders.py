@@ -410,6 +410,11 @@ def _clients(
             examples.sampling.of(part)
     attack = conditions.attack if conditions.attackers else None
     lying = _lying(conditions, len(own), seed)
+    if attack is not None and attack.poisons and task.trainer is not None:
+        raise ValueError(
+            f"the attack {attack} spoils examples, which trainers read by themselves: use an "
+            "attack on updates"
+        )
     if attack is not None and attack.poisons:
         # Data are spoilt once, so data poisoners are the same in all rounds (`Conditions` checks
         # this).

@@ -39,6 +39,7 @@ from dure.federated.engines.engine_choice import (
 )
 from dure.federated.engines.job import ClientEngine
 from dure.federated.engines.noised import check_noised
+from dure.federated.engines.trainer import check_trained
 from dure.federated.privacy.example_level import check_example_level
 from dure.federated.privacy.privacy_settings import NOTHING, Privacy, privacy_of
 from dure.federated.privacy.secure_aggregation.checks import (
@@ -145,6 +146,8 @@ class Federated(Strategy):
     sends_partial_work: ClassVar[bool] = False
     trains_with: ClassVar[frozenset[Part]] = ALL
     samples: ClassVar[frozenset[SamplingRequest]] = SEPARATE_SAMPLING
+    trains_by_steps: ClassVar[bool] = True
+    """Whether clients train by steps of the task's optimizer, which a trainer can make."""
     noises_steps: ClassVar[bool] = True
     """Whether the clients' local training may be DP-SGD."""
 
@@ -339,6 +342,8 @@ class Federated(Strategy):
         if self.privacy.user is not None:
             check_budget(self.privacy.user, self, self.count(task) or 1)
         self.check_task(task)
+        if task.trainer is not None:
+            check_trained(self, task.trainer.of(0))
         # A rule that needs more updates than a round has is refused before any computation.
         clients = self.count(task)
         if clients is not None:  # without keys the partition raises the error

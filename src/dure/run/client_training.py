@@ -24,6 +24,7 @@ from dure.data.bad_values import bad_values
 from dure.errors import PolicyError
 from dure.federated.builders import build_client, message_layout
 from dure.federated.client.clients import FederatedClients
+from dure.federated.engines.trainer import check_step, check_trained
 from dure.federated.protections import SecureClientContext
 from dure.federated.server.pacing import Pacing
 from dure.federated.strategy import Federated
@@ -143,7 +144,20 @@ class ClientTraining:
         return trains_of(self.task, self.model)
 
     def machine(self) -> Machine | None:
-        return machine_of(ENGINE, self.threads)
+        return machine_of(ENGINE if self.task.trainer is None else "trainer", self.threads)
+
+    def check(self, welcome: Welcome) -> None:
+        """Check that a trainer of another library can make the steps of the served run.
+
+        Raises ValueError.
+        """
+        if self.task.trainer is None:
+            return
+        strategy = decode_strategy(welcome.strategy, self.ask)
+        trainer = self.task.trainer.of(0)
+        if isinstance(strategy, Federated):
+            check_trained(strategy, trainer)
+            check_step(trainer, strategy.batch_size, trainer.examples)
 
     def begin(self, welcome: Welcome, memory: Sequence[Tensor] | None) -> None:
         strategy = decode_strategy(welcome.strategy, self.ask)

@@ -117,7 +117,9 @@ def join(
         training.ask = site.given(task)
         policy.hold()
         # A look takes no place, so that a client that declines leaves the place to others.
-        site.agree(site.look(training.look()), approve)
+        look = site.look(training.look())
+        site.agree(look, approve)
+        training.check(look)
         welcome = session.check_in(training.enter())
         signed = site.enter(welcome)
         training.policy = policy

@@ -10,7 +10,7 @@ numbers to the last bit, and make the same decisions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dure.collectives.group import Group
 from dure.contracts.metric import ratio
+from dure.contracts.own_loss import OwnLoss
 from dure.contracts.task import Task
 from dure.tasks.gathered_outputs import GatheredOutputs, gathering_error, on_cpu
 from dure.tasks.loss_shares import loss_and_count
@@ -52,6 +53,9 @@ class Measurement:
         """Measure the next batch, of `count` examples."""
         total, counted = loss_and_count(self.task.loss, outputs, targets, count)
         self.loss = (self.loss[0] + total, self.loss[1] + counted)
+        if isinstance(self.task.loss, OwnLoss) and isinstance(outputs, Mapping):
+            # The loss is one number a batch, and no output of an example.
+            outputs = {name: one for name, one in outputs.items() if name != "loss"}
         for tally in self.tallies:
             tally.add(outputs, targets)
         if not self.counts:

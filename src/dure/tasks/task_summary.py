@@ -30,16 +30,18 @@ def trains_of(task: Task, model: nn.Module) -> TaskDescription:
         if not isinstance(one, nn.Parameter) or one.requires_grad
     }
     frozen = frozen_of(model)
+    # A trainer of another library has its own loss, optimizer and options.
+    own = task.trainer is not None
     return TaskDescription(
         forms=forms,
         frozen=digest_of(frozen) if frozen else None,
         frozen_bytes=size_of(forms_of(frozen)) if frozen else 0,
         buffers=[name for name, _ in model.named_buffers()],
-        loss=in_words(task.loss),
-        optimizer=_optimizer(task, model),
+        loss="" if own else in_words(task.loss),
+        optimizer="" if own else _optimizer(task, model),
         metrics=sorted(task.measures) if len(task.train) else [],
         features=list(task.features or ()),
-        asks=_asks(task),
+        asks={} if own else _asks(task),
     )
 
 
@@ -73,9 +75,11 @@ def differences(theirs: TaskDescription, ours: TaskDescription) -> list[str]:
     for what in ("loss", "optimizer"):
         mine = getattr(theirs, what)
         served = getattr(ours, what)
-        if mine != served:
+        # A client with a trainer of its own names none.
+        if mine and mine != served:
             found.append(f"the {what} is {mine}, but {served} at the server")
-    for part in sorted(theirs.asks.keys() | ours.asks.keys()):
+    asked = sorted(theirs.asks.keys() | ours.asks.keys()) if theirs.optimizer else []
+    for part in asked:
         mine = theirs.asks.get(part, "not asked for")
         served = ours.asks.get(part, "not asked for")
         if mine != served:

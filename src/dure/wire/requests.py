@@ -122,8 +122,8 @@ class TaskDescription(MessageBody, frozen=True):
         forms: (dtype, shape) of each tensor that travels, by name.
         frozen: Digest of the weights that are not trained, which the site must have.
         frozen_bytes: Bytes of the stream of the frozen weights.
-        loss: Name of the loss.
-        optimizer: Name of the optimizer.
+        loss: Name of the loss; empty for a client with a trainer of another library.
+        optimizer: Name of the optimizer; empty for such a client.
         buffers: Names of the tensors that are buffers, not weights.
         metrics: Names of the metrics.
         features: Names of the features.

@@ -48,6 +48,7 @@ class ByzantineGD(Federated):
     server_lr: float = 1.0
 
     name: ClassVar[str] = "byzantine"
+    trains_by_steps: ClassVar[bool] = False
     title: ClassVar[str] = "Byzantine GD"
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ class FedSGD(Federated):
     batch_size: int | None = None
 
     name: ClassVar[str] = "fed-sgd"
+    trains_by_steps: ClassVar[bool] = False
     title: ClassVar[str] = "FedSGD"
 
     def batches_of_step(self, task: Task, workers: int | None) -> Fraction | None:

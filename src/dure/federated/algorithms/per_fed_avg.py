@@ -53,6 +53,7 @@ class PerFedAvg(Federated):
     order: DerivativeOrder = "first-order"
 
     name: ClassVar[str] = "per-fed-avg"
+    trains_by_steps: ClassVar[bool] = False
     title: ClassVar[str] = "Per-FedAvg"
     noises_steps: ClassVar[bool] = False
 

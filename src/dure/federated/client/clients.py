@@ -598,7 +598,7 @@ class FederatedClients:
             buffers=first.buffers,
             extra=extra,
             counted=first.counted,
-            steps=jobs[0].steps,
+            steps=jobs[0].steps if first.steps is None else first.steps,
         )
         return update if self._protect is None else self._protect(update, asked)
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from dure.contracts.strategy import examples_for, seeded_model, unused_copy
 from dure.contracts.task import Task
+from dure.contracts.trainer import ClientTrainers
 from dure.contracts.training_options import training_options_of
 from dure.data.examples import Examples
 from dure.federated.engines.batched import BatchedEngine, batched_engine
@@ -35,6 +36,7 @@ from dure.federated.engines.processes import ProcessesEngine, forks_here
 from dure.federated.engines.program import program_of
 from dure.federated.engines.progress import DEADLINE
 from dure.federated.engines.sgd import CannotBatchError, sgd_of
+from dure.federated.engines.trainer import TrainerEngine
 from dure.machine.cores import available_cores
 from dure.machine.devices import device_of_model, fork_objection, is_cpu, is_type
 from dure.tasks.flops import flops_per_step
@@ -135,6 +137,8 @@ def engine_for(setting: EngineInputs) -> ClientEngine:
     Raises ValueError if the requested engine cannot compute the task, with the reason.
     """
     wanted = setting.wanted
+    if setting.task.trainer is not None:
+        return _trainer_engine(setting, setting.task.trainer)
     _check_name(wanted)
     way = ENGINE_SPECS.get(wanted)
     loop = LoopEngine(
@@ -151,6 +155,26 @@ def engine_for(setting: EngineInputs) -> ClientEngine:
     if way is not None:
         return made.named(wanted, way)
     return _auto(made)
+
+
+def _trainer_engine(setting: EngineInputs, trainers: ClientTrainers) -> TrainerEngine:
+    """Return the engine of a task with trainers. Raises ValueError for what only loops compute."""
+    # "loop" says that clients train one after another, as they do here.
+    if setting.wanted not in ("auto", "loop"):
+        raise ValueError(
+            f"the engine {setting.wanted} trains by a loop of dure's, but the task has a trainer: "
+            "use auto"
+        )
+    if setting.noised is not None:
+        raise ValueError(
+            "dp-sgd clips the gradients of single examples, which a trainer of another library "
+            "does not compute: use dure join, or user-level privacy"
+        )
+    if setting.objective is not None:
+        raise ValueError(f"{OWN_OBJECTIVE}, and a trainer has its own loss: use dure join")
+    return TrainerEngine(
+        trainers, setting.model, setting.examples, setting.batch_size, setting.seed
+    )
 
 
 def _batched(setting: EngineInputs) -> BatchedEngine | str:

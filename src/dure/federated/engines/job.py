@@ -89,6 +89,7 @@ class JobResult(msgspec.Struct, frozen=True, gc=False):
     with the loss alone. samples: number of processed examples. loss: mean over the weight that the
     loss counted in them, `counted`; None: each example counts 1. failure: the reason, if a number
     of the result is not finite; all other fields are then empty, and the other clients continue.
+    steps: of the optimizer, if not all of the job were made.
     """
 
     delta: Sequence[Tensor]
@@ -97,6 +98,7 @@ class JobResult(msgspec.Struct, frozen=True, gc=False):
     loss: float
     failure: Failure | None = None
     counted: float | None = None
+    steps: int | None = None
 
 
 def not_finite(failure: Failure) -> JobResult:

@@ -1,0 +1,322 @@
+"""transformers.Trainer, and trl's trainers, as the trainer of a client.
+
+A round is a call of the trainer's own `train`. What is new in a round, and what goes on, is one
+setting, `state`:
+
+    reset    optimizer, schedule, global step, epoch and logs begin anew: FedAvg as in the paper,
+             and the bits of `dure train fed-avg`. `max_steps` and `num_train_epochs` are the
+             round's, the schedule has its length, and checkpoints go to output_dir/round-N
+    keep     one call of `train` for all rounds: optimizer, schedule and counters go on, and
+             `max_steps` and `num_train_epochs` are the trainer's. Between two steps the weights are
+             replaced (`dure.trainers.continued`)
+
+An early stop of a callback ends the round with `reset`, and the client's part with `keep`.
+
+The weights of an update come from this round alone: steps, samples and loss are counted here, and
+never read from counters of the trainer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from dure.contracts.own_loss import IGNORED, Counts
+from dure.contracts.trainer import TrainerResult, TrainerRound
+from dure.trainers.continued import ContinuedTraining
+from dure.trainers.round_batches import RoundBatches, cannot_divide, loader_like
+from dure.trainers.weights import copy_tensors, load_tensors
+
+RoundState = Literal["reset", "keep"]
+"""Whether a client's optimizer, schedule and counters begin anew in each round."""
+
+
+class HuggingFaceTrainer:
+    """A transformers.Trainer as a `ClientTrainer`.
+
+    Args:
+        trainer: the trainer, which was not trained yet.
+        train: its `train`; None is the trainer's method.
+        state: as in the module.
+        counts: the terms of the loss, as in `dure.OwnLoss`.
+
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        train: Callable[[], Any] | None = None,
+        state: RoundState = "reset",
+        counts: Counts = "examples",
+    ) -> None:
+        self.trainer = trainer
+        self.name = type(trainer).__name__
+        self._train = trainer.train if train is None else train
+        self._counts: Counts = counts
+        self._tally = RoundTally(trainer, counts)
+        self._hook = _RoundCallback(trainer, self._tally)
+        trainer.add_callback(self._hook)
+        self._loader = trainer.get_train_dataloader
+        self._output = Path(trainer.args.output_dir)
+        given = trainer.optimizer, trainer.lr_scheduler
+        self._given = [None if one is None else copy.deepcopy(one.state_dict()) for one in given]
+        # A model function would draw new weights in each call of `train`.
+        self._model_init, trainer.model_init = trainer.model_init, None
+        self._continued: ContinuedTraining | None = None
+        if state == "keep":
+            self._continued = ContinuedTraining(self.name, self._train)
+            self._hook.continued = self._continued
+
+    @property
+    def accumulated(self) -> int:
+        """Batches of a step of the optimizer, over all ranks."""
+        args = self.trainer.args
+        return int(args.gradient_accumulation_steps * max(1, args.world_size))
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.trainer.args.train_batch_size * self.accumulated)
+
+    @property
+    def examples(self) -> int:
+        return examples_of(self.trainer)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        load_tensors(self.trainer.model, tensors)
+
+    def tensors(self, names: Iterable[str]) -> Mapping[str, Tensor]:
+        return copy_tensors(self.trainer.model, names)
+
+    def cannot(self, round: TrainerRound) -> str | None:
+        args = self.trainer.args
+        if round.terms is not None:
+            why = cannot_add_terms(self.trainer)
+            if why is not None:
+                return why
+        if self._continued is not None:
+            # The order of the data is the trainer's.
+            return None
+        return cannot_divide(round, args.train_batch_size, self.accumulated)
+
+    def run(self, round: TrainerRound) -> TrainerResult:
+        self._hook.begin(round)
+        if self._continued is not None:
+            self._continued.run(len(round.batches))
+        else:
+            with self._round(round):
+                self._train()
+        return self._tally.result()
+
+    def close(self) -> None:
+        if self._continued is not None:
+            self._continued.close()
+
+    @contextmanager
+    def _round(self, round: TrainerRound) -> Iterator[None]:
+        """Context manager: `train` trains this round, from a new optimizer on."""
+        trainer, args = self.trainer, self.trainer.args
+        batches = RoundBatches(round, args.train_batch_size)
+
+        def loader() -> Any:
+            return trainer.accelerator.prepare(loader_like(self._loader(), batches))
+
+        with ExitStack() as undo:
+            # Whole passes are epochs of the trainer, so that its callbacks see them.
+            passes = round.passes
+            set_for(undo, args, "max_steps", -1 if passes else len(round.batches))
+            set_for(undo, args, "num_train_epochs", float(passes or 1))
+            set_for(undo, args, "output_dir", str(self._output / f"round-{round.number + 1}"))
+            set_for(undo, trainer, "get_train_dataloader", loader)
+            self._reset()
+            yield
+
+    def _reset(self) -> None:
+        """Begin with a new optimizer and schedule; those that the user gave begin again."""
+        trainer = self.trainer
+        optimizer, schedule = self._given
+        if optimizer is None:
+            trainer.optimizer = None
+        else:
+            own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+            own.state.clear()
+            own.load_state_dict(copy.deepcopy(optimizer))
+        if schedule is None:
+            trainer.lr_scheduler = None
+        else:
+            trainer.lr_scheduler.load_state_dict(copy.deepcopy(schedule))
+
+
+class RoundTally:
+    """Examples, loss and steps of a round, counted at the trainer's own steps.
+
+    A trainer's `training_step` returns the contribution of a batch to the loss of its step.
+    """
+
+    def __init__(self, trainer: Trainer, counts: Counts) -> None:
+        self._counts = counts
+        self._step = trainer.training_step
+        self._trainer = trainer
+        trainer.training_step = self._counted
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a round."""
+        self.steps = 0
+        self._samples = 0
+        self._losses: list[Tensor] = []
+        self._terms: list[float] = []
+        self._within: Tensor | None = None
+        self._within_terms = 0.0
+
+    def _counted(self, model: nn.Module, inputs: Any, *rest: Any, **named: Any) -> Any:
+        samples, terms = batch_counts(inputs, self._counts)
+        loss = self._step(model, inputs, *rest, **named)
+        self._samples += samples
+        self._within = loss if self._within is None else self._within + loss
+        self._within_terms += terms
+        return loss
+
+    def stepped(self) -> None:
+        """Note that the optimizer has stepped."""
+        self.steps += 1
+        if self._within is not None:
+            # Read after the last step only: reading waits for a device.
+            self._losses.append(self._within)
+            self._terms.append(self._within_terms)
+        self._within, self._within_terms = None, 0.0
+
+    def result(self) -> TrainerResult:
+        """Return the round, over all ranks of the trainer."""
+        values = [] if not self._losses else torch.stack(self._losses).float().tolist()
+        counted = sum(self._terms)
+        total = sum(v * t for v, t in zip(values, self._terms, strict=True))
+        sums = torch.tensor([self._samples, counted, total], dtype=torch.float64)
+        if self._trainer.args.world_size > 1:
+            sums = self._trainer.accelerator.reduce(sums, reduction="sum")
+        samples, counted, total = sums.tolist()
+        return TrainerResult(self.steps, int(samples), total / counted if counted else 0.0, counted)
+
+
+class _RoundCallback(TrainerCallback):  # type: ignore[misc]
+    """Callback that adds an algorithm's terms to the gradients, and counts steps."""
+
+    def __init__(self, trainer: Trainer, tally: RoundTally) -> None:
+        self._trainer = trainer
+        self._tally = tally
+        self._round: TrainerRound | None = None
+        self._clip = trainer.accelerator.clip_grad_norm_
+        self._is_added = False
+        self.continued: ContinuedTraining | None = None
+
+    def begin(self, round: TrainerRound) -> None:
+        """Begin a round."""
+        self._round = round
+        self._tally.begin()
+        # Terms are clipped with the gradient, as in dure's own loop.
+        accelerator = self._trainer.accelerator
+        accelerator.clip_grad_norm_ = self._clip if round.terms is None else self._clipped
+
+    def _clipped(self, *given: Any, **named: Any) -> Any:
+        self._add()
+        return self._clip(*given, **named)
+
+    def _add(self) -> None:
+        if self._round is not None and self._round.terms is not None and not self._is_added:
+            self._is_added = True
+            self._round.terms.add_to(self._trainer.model.named_parameters())
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._is_added = False
+        if self._round is not None and self._round.look is not None:
+            self._round.look()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        # A trainer that does not clip has not added them yet.
+        self._add()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._tally.stepped()
+        if self.continued is not None and not self.continued.stepped():
+            control.should_training_stop = True
+
+
+def check_state(state: str) -> RoundState:
+    """Return the setting of a client's state. Raises ValueError for another text."""
+    for known in get_args(RoundState):
+        if state == known:
+            found: RoundState = known
+            return found
+    raise ValueError(f"state_of_rounds is {state!r}, but it has to be reset or keep")
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Check that a trainer has what a client needs.
+
+    Raises ValueError for a trainer without data, for data without a length, and for a model that
+    is divided.
+    """
+    if trainer.train_dataset is None:
+        raise ValueError(f"the {type(trainer).__name__} has no train_dataset")
+    if not hasattr(trainer.train_dataset, "__len__"):
+        raise ValueError(
+            f"the train_dataset of the {type(trainer).__name__} has no length, by which updates "
+            "are weighed: give a dataset with len()"
+        )
+    order = getattr(trainer.args, "train_sampling_strategy", None) or "random"
+    if order != "random" or getattr(trainer.args, "group_by_length", False):
+        raise ValueError(
+            "the trainer orders its data by length or in turn, but a client's order is drawn from "
+            "the run's seed: use train_sampling_strategy='random'"
+        )
+    if trainer.args.auto_find_batch_size:
+        raise ValueError("auto_find_batch_size changes the batch size in a run: leave it out")
+
+
+def cannot_add_terms(trainer: Trainer) -> str | None:
+    """Return why the gradients of a trainer cannot get an algorithm's terms; None if they can."""
+    args = trainer.args
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        return "DeepSpeed steps by itself, and the algorithm adds terms to the gradients"
+    if str(getattr(args.optim, "value", args.optim)) in ("lomo", "adalomo"):
+        return (
+            f"the optimizer {args.optim} steps in backward, before the algorithm's terms are added"
+        )
+    if args.fp16:
+        return "gradients are scaled in fp16, and the algorithm's terms are not: use bf16"
+    if args.world_size > 1:
+        return "on several ranks the algorithm's terms are not sent to them: use one rank"
+    return None
+
+
+def examples_of(trainer: Trainer) -> int:
+    """Return the number of a trainer's training examples."""
+    data: Any = trainer.train_dataset
+    return len(data)
+
+
+def batch_counts(inputs: Any, counts: Counts) -> tuple[int, float]:
+    """Return (examples of a batch, terms that its loss counts)."""
+    tensors = [one for one in inputs.values() if isinstance(one, Tensor) and one.ndim]
+    samples = len(tensors[0]) if tensors else 0
+    labels = inputs.get("labels")
+    if counts == "examples" or not isinstance(labels, Tensor):
+        return samples, float(samples)
+    counted = labels[..., 1:] if counts == "next-tokens" else labels
+    return samples, float((counted != IGNORED).sum())
+
+
+def set_for(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, and restore it when `undo` ends."""
+    own = vars(owner)
+    if name in own:
+        undo.callback(setattr, owner, name, own[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)

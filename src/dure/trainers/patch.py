@@ -1,0 +1,78 @@
+"""A trainer as a client of a federation: the patch.
+
+    dure.client.patch(trainer, "https://…")
+    trainer.train()             takes part until the federation ends
+
+`train` then joins the federation as `dure.join` does, with the same identity, policy, journal and
+privacy; the client's training is the trainer's own (`dure.contracts.trainer`). The model stays in
+the trainer, with the weights of the client's last round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from dure.run.join import join
+from dure.trainers.known import known
+from dure.trainers.sources import OneTrainer
+
+Trainer = TypeVar("Trainer")
+
+
+def patch(
+    trainer: Trainer,
+    url: str,
+    *,
+    state_of_rounds: str = "reset",
+    counts: str | None = None,
+    on_progress: Callable[[str, Mapping[str, object]], None] | None = None,
+    **identity: Any,
+) -> Trainer:
+    """Make a trainer a client of the federation at `url`, from its next `train` on.
+
+    Args:
+        trainer: a transformers.Trainer, a trainer of trl, or a lightning.Trainer, before training.
+        url: address of the server.
+        state_of_rounds: `reset`: optimizer, schedule, counters and logs begin anew in each round.
+            `keep`: they go on, in one call of the trainer's `train`.
+        counts: terms of the loss, as in `dure.OwnLoss`; None follows from the model.
+        on_progress: as in `dure.join`; None warns of rounds that failed.
+        identity: other arguments of `dure.join`, such as name, state, token and authority.
+
+    Returns:
+        The same trainer, whose `train` (`fit` of Lightning) returns the reason for the end of the
+        run.
+
+    Raises:
+        ValueError: for another object, and for a trainer that cannot train a client. `train` raises
+            the errors of `dure.join`.
+    """
+    found = known(trainer, **({} if counts is None else {"counts": counts}))
+    client = found.client(state_of_rounds)
+    task = dataclasses.replace(found.task(), trainer=OneTrainer(client))
+    tell = on_progress or _warn
+
+    def train(*given: Any, **named: Any) -> str:
+        if given or named:
+            raise ValueError(
+                f"{found.method} of a patched trainer takes no arguments: the federation says what "
+                "is trained"
+            )
+        stop = identity.pop("stop", None) or threading.Event()
+        try:
+            return join(url, task, stop=stop, on_progress=tell, **identity)
+        finally:
+            client.close()
+
+    setattr(trainer, found.method, train)
+    return trainer
+
+
+def _warn(what: str, about: Mapping[str, object]) -> None:
+    """Warn of a round whose training failed, which the client repeats."""
+    if what == "failed":
+        warnings.warn(f"training failed, and is tried again: {about.get('error')}", stacklevel=2)

@@ -1,0 +1,89 @@
+"""The examples of a round, as the batches of a data loader.
+
+A step of B examples is divided into batches of b, which the trainer accumulates, or gives to its
+ranks. The loader repeats a pass over the data, with another order each time; a round that is no
+whole number of passes is a single pass of the loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from dure.contracts.trainer import TrainerRound
+
+
+class RoundBatches(Sampler[list[int]]):
+    """Batch sampler of a round.
+
+    Args:
+        round: the round.
+        batch_size: examples of a batch, at most those of a step.
+
+    `drop_last` and `batch_size` are read by libraries that divide the batches over ranks.
+    """
+
+    drop_last = False
+
+    def __init__(self, round: TrainerRound, batch_size: int) -> None:
+        self.batch_size = batch_size
+        passes = round.passes or 1
+        steps = len(round.batches) // passes
+        self._passes = [
+            _micro_batches(round.batches[one * steps : (one + 1) * steps], batch_size)
+            for one in range(passes)
+        ]
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._passes[0])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = self._passes[self._next % len(self._passes)]
+        self._next += 1
+        return iter(batches)
+
+
+def _micro_batches(steps: Sequence[Tensor], size: int) -> list[list[int]]:
+    return [part.tolist() for step in steps for part in torch.split(step, size)]
+
+
+def cannot_divide(round: TrainerRound, batch_size: int, accumulated: int) -> str | None:
+    """Return why a round cannot be accumulated; None if it can.
+
+    A shorter step in the middle of a pass of the loader would be joined with the next.
+    """
+    if accumulated == 1 or round.passes is not None:
+        return None
+    counts = [-(-len(step) // batch_size) for step in round.batches[:-1]]
+    if all(count == accumulated for count in counts):
+        return None
+    return (
+        "local_steps ends a pass over the data with a smaller step, and the trainer would "
+        "accumulate it with the next: use local_epochs, or no accumulation"
+    )
+
+
+def loader_like(loader: DataLoader[object], batches: RoundBatches) -> DataLoader[object]:
+    """Return a loader with the settings of `loader`, and other batches."""
+    # Without a generator of its own a loader draws a seed from torch's, which a model may use.
+    own = torch.Generator().manual_seed(torch.initial_seed())
+    more: dict[str, Any] = (
+        {} if not loader.num_workers else {"prefetch_factor": loader.prefetch_factor}
+    )
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=own,
+        **more,
+    )
