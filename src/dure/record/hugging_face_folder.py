@@ -26,6 +26,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from dure.record.disk import make_folder, write_atomically
 from dure.record.disk_tensors import PIECE, Leaf
 from dure.record.untrusted_files import UnfitFileError, opened
@@ -59,9 +61,10 @@ COPIED_FILES = 32
 _CONFIGS = ("config.json", "adapter_config.json")
 
 # With a dot in front and a number behind: the rest of a write that was killed.
-_WRITTEN = re.compile(
-    rf"\.?((generation_|adapter_)?config\.json"
-    rf"|({MODEL}|{ADAPTER})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?)(\.\d+)?"
+_OF_ADAPTER = re.compile(rf"\.?(adapter_config\.json|{ADAPTER}\.safetensors)(\.\d+)?")
+_OF_MODEL = re.compile(
+    rf"{_OF_ADAPTER.pattern}|\.?((generation_)?config\.json"
+    rf"|{MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?)(\.\d+)?"
 )
 
 
@@ -88,10 +91,14 @@ def prepare_folder(folder: Path) -> None:
 
     Raises OSError, for example for a link in the place of the folder.
     """
+    _make_folder(folder)
+    remove_model(folder)
+
+
+def _make_folder(folder: Path) -> None:
     if folder.is_symlink():
         raise UnfitFileError("it is a link", folder)
     make_folder(folder)
-    remove_model(folder)
 
 
 def withdraw_configs(run: Path) -> None:
@@ -99,25 +106,34 @@ def withdraw_configs(run: Path) -> None:
 
     Raises OSError.
     """
-    folder = run / HUGGING_FACE
-    if folder.is_dir() and not folder.is_symlink():
-        for place in (folder, *_subfolders(folder)):
-            for name in _CONFIGS:
-                (place / name).unlink(missing_ok=True)
+    for file in _written(run / HUGGING_FACE):
+        if file.name in _CONFIGS:
+            file.unlink(missing_ok=True)
 
 
 def remove_model(folder: Path) -> None:
-    """Remove models and adapters from a folder; other files stay. Raises OSError."""
-    for place in (folder, *_subfolders(folder)):
-        # Configurations first: without one, no library loads an incomplete model.
-        names = sorted(one.name for one in place.iterdir() if _WRITTEN.fullmatch(one.name))
-        for name in sorted(names, key=lambda name: name not in _CONFIGS):
-            (place / name).unlink(missing_ok=True)
+    """Remove models and adapters from hf/; other files stay. Raises OSError."""
+    # Configurations first: without one, no library loads an incomplete model.
+    for file in sorted(_written(folder), key=lambda file: file.name not in _CONFIGS):
+        file.unlink(missing_ok=True)
 
 
-def _subfolders(folder: Path) -> list[Path]:
-    """Return the folders of further adapters."""
-    return [one for one in folder.iterdir() if one.is_dir() and not one.is_symlink()]
+def _written(folder: Path) -> list[Path]:
+    """Return the files that a run has written to hf/; none through a link.
+
+    In subfolders, which may be the user's, these are files of adapters alone.
+    """
+    if not _is_folder(folder):
+        return []
+    content = list(folder.iterdir())
+    found = [one for one in content if _OF_MODEL.fullmatch(one.name)]
+    for adapter in filter(_is_folder, content):
+        found += [one for one in adapter.iterdir() if _OF_ADAPTER.fullmatch(one.name)]
+    return found
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def write_model(folder: Path, model: HubModel) -> None:
@@ -130,7 +146,10 @@ def write_model(folder: Path, model: HubModel) -> None:
         if Path(model.folder).name != model.folder or model.folder.startswith("."):
             raise ValueError(f"the adapter's name {model.folder!r} is not the name of a folder")
         folder = folder / model.folder
-        make_folder(folder)
+        _make_folder(folder)
+    pairs = [name for name, one in model.weights.items() if one.dtype == torch.complex128]
+    if pairs:
+        raise TypeError(f"safetensors do not support torch.complex128, the dtype of {pairs[0]}")
     shards = shards_of(model.weights, model.limit)
     files = _names(model.stem, len(shards))
     for name, shard in zip(files, shards, strict=True):

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dure.errors import described, warn
+from dure.errors import DureError, first_line, warn
 from dure.record import hugging_face_folder
 from dure.record.disk_tensors import DiskTensor, DiskTensors, Leaf
 from dure.record.hugging_face_folder import (
@@ -76,8 +76,16 @@ def write_hugging_face_layout(run: Run, weights: Path | None) -> None:
             remove_model(folder)
         warn(
             f"{folder} was not written, but {run.folder / 'model.safetensors'} has the trained "
-            f"weights: {described(error)}"
+            f"weights: {_reason(error)}"
         )
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason of an error in a line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = first_line(error)
+    return text if isinstance(error, DureError) else f"{type(error).__name__}: {text}"
 
 
 def _is_pretrained(model: nn.Module) -> bool:
