@@ -18,12 +18,16 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.collectives import tensor_transfer
+from dure.contracts.strategy import RankContext, seeded_model
 from dure.machine.memory import trim_heap
+from dure.memory.spill_store import SpillStore
+from dure.memory.weight_files import stored_in
+from dure.parallel.zero import ZeroRedundancy
 from dure.record import hugging_face_folder
 from dure.record.history import History
 from dure.record.hugging_face_folder import copy_tokenizer, shards_of, withdraw_configs
-from dure.record.run import Run
+from dure.record.run import Run, RunFolder
 from dure.record.weights import TensorFile
 from dure.run.hugging_face_layout import write_hugging_face_layout
 from small import small_task
@@ -173,8 +177,6 @@ def test_peft_loads_the_adapter(tmp_path: Path, strategy, world) -> None:
 
 
 def stored(run: Run) -> dict[str, Any]:
-    from dure.memory.weight_files import stored_in
-
     assert run.folder is not None
     return stored_in(run.folder / "hf")
 
@@ -429,26 +431,56 @@ def peak(name: str) -> int:
     return int(found.split()[1]) * 1024
 
 
-def test_the_folder_takes_no_memory_for_the_model(tmp_path: Path, monkeypatch) -> None:
-    reset = Path("/proc/self/clear_refs")
-    if not reset.exists():
-        pytest.skip("this system does not tell peaks of memory anew")
-    monkeypatch.setattr(hugging_face_folder, "SHARD_BYTES", 40 << 20)
-    model = llama(vocab_size=16384, hidden_size=1024, intermediate_size=1024)
-    weights = tmp_path / "model.safetensors"
-    with weights.open("wb") as file:
-        file.writelines(TensorFile(model.state_dict()))
-    run = Run(model, History(), {}, tmp_path)
-    write_hugging_face_layout(run, None)  # what is loaded at the first call
+WIDE = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 1024}
+
+
+def divided(folder: Path, context: RankContext) -> list[int]:
+    """The end of a run by ZeRO 3 under torchrun, where rank 0 writes; memory that each rank took.
+
+    Rank 0 has the model without values: only the file that the ranks have put together has them.
+    """
+    tensor_transfer.PIECE = 1 << 20
+    hugging_face_folder.SHARD_BYTES = 20 << 20
+    with torch.device("meta"):
+        small, names = llama(), llama(**WIDE)
+    written = RunFolder(folder)
+    if context.group.rank == 0:
+        # Code and modules that the first call loads are no memory of a model.
+        (folder / "small").mkdir()
+        values = {name: torch.zeros(one.shape) for name, one in small.state_dict().items()}
+        with (folder / "small" / "model.safetensors").open("wb") as file:
+            file.writelines(TensorFile(values))
+        write_hugging_face_layout(Run(small, History(), {}, folder / "small"), None)
+    torch.manual_seed(1)
+    model = llama(**WIDE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = ZeroRedundancy(model, optimizer, stage=3, process_group=context.group)
     trim_heap()
     before = peak("VmRSS")
-    reset.write_text("5")
-    write_hugging_face_layout(run, None)
-    grown = peak("VmHWM") - before
+    Path("/proc/self/clear_refs").write_text("5")
+    weights = zero.weights(SpillStore(folder))
+    if context.group.rank == 0:
+        written.finish(weights, {"label": ""}, [])
+        write_hugging_face_layout(Run(names, History(), {}, folder), None)
+    return [peak("VmHWM") - before]
+
+
+def test_no_rank_has_the_whole_model_in_memory(tmp_path: Path) -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("this system does not tell peaks of memory anew")
+
+    def gathered(context: RankContext) -> list[Any]:
+        return context.group.all_gather_values(list(map(float, divided(tmp_path, context))), "")
+
+    (first,), (second,) = dure.Processes(2, backend="gloo").run(gathered, lambda event: None)
+    torch.manual_seed(1)
+    model = llama(**WIDE)
     whole = sum(one.nbytes for one in model.parameters())
-    assert whole > 100 << 20
-    assert grown < 30 << 20
-    assert equal(loaded(transformers.AutoModelForCausalLM, run), model)
+    assert whole > 60 << 20
+    assert max(first, second) < whole / 2
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert equal(found, model)
 
 
 def test_a_part_that_stays_with_clients_makes_no_folder(tmp_path: Path) -> None:
