@@ -64,7 +64,7 @@ def mixtral() -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
-def sam_names() -> Any:
+def llava() -> Any:
     """A model that the library renames on loading."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     sizes = {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
@@ -181,7 +181,7 @@ def stored(run: Run) -> dict[str, Any]:
     return stored_in(run.folder / "hf")
 
 
-@pytest.mark.parametrize("model", [llama, gpt2, bert, sam_names])
+@pytest.mark.parametrize("model", [llama, gpt2, bert, llava])
 def test_files_are_those_of_save_pretrained(tmp_path: Path, model) -> None:
     run = trained(model, tmp_path / "run")
     run.model.save_pretrained(tmp_path / "theirs")  # type: ignore[operator]
@@ -197,6 +197,7 @@ def test_files_are_those_of_save_pretrained(tmp_path: Path, model) -> None:
     other = library.load_file(tmp_path / "theirs" / "model.safetensors")
     assert mine.keys() == other.keys()
     assert all(torch.equal(mine[name], other[name]) for name in mine)
+    assert (mine.keys() <= run.model.state_dict().keys()) == (model is not llava)
     assert equal(loaded(type(run.model), run), run.model)
 
 
@@ -347,8 +348,13 @@ def test_a_failure_leaves_the_run(tmp_path: Path, monkeypatch) -> None:
     assert files(run) == []
     assert (tmp_path / "run" / "model.safetensors").exists()
     monkeypatch.undo()
-    # A link in the place of the folder leads to another folder of the user.
+    # A file in the place of the folder.
     shutil.rmtree(tmp_path / "run" / "hf")
+    (tmp_path / "run" / "hf").write_text("mine")
+    with pytest.warns(UserWarning, match="hf was not written, but .*: File exists"):
+        write_hugging_face_layout(run, None)
+    (tmp_path / "run" / "hf").unlink()
+    # A link in the place of the folder leads to another folder of the user.
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("mine")
     (tmp_path / "run" / "hf").symlink_to(tmp_path / "mine")
