@@ -39,6 +39,7 @@ from dure.record.disk import (
 )
 from dure.record.disk_tensors import DiskTensors, Leaf, in_memory
 from dure.record.history import History, Record, is_spread
+from dure.record.hugging_face_folder import withdraw_configs
 from dure.record.lock import Lock
 from dure.record.run_files import check_config, check_run, read_config, read_json
 from dure.record.seal import Seal, checksum, checksum_of, sha256
@@ -220,6 +221,7 @@ class RunFolder:
             with disk_errors(self.path / "summary.json"):
                 # A summary says that the run has ended, which is no longer true.
                 (self.path / "summary.json").unlink(missing_ok=True)
+                withdraw_configs(self.path)
         finally:
             self.close()
 

@@ -44,6 +44,7 @@ from dure.run.callbacks import Callbacks, check_callbacks
 from dure.run.config import RunRequest, config_of, run_request_in
 from dure.run.drive import drive
 from dure.run.early_stopping import check_early, resumed_limits
+from dure.run.hugging_face_layout import write_hugging_face_layout
 from dure.run.job import Job
 from dure.run.learning import check_can, check_learned, with_learning
 from dure.run.memory_check import check_fits, made_in_memory
@@ -547,6 +548,7 @@ def _done(job: Job, world: World, on_progress: Progress) -> Run:
         model = job.fresh.trained(outcome.weights, outcome.buffers, elsewhere)
     run = Run(model, outcome.history, outcome.summary, job.folder, outcome.best)
     if world.is_leader:
+        write_hugging_face_layout(run, job.task.weights)
         write_answers(run, job.task, job.strategy, world)
     return run
 
