@@ -34,6 +34,7 @@ LAYERS = [
     {"worlds", "parallel", "averaging", "federated", "parameter_server", "split"},
     {"report", "drawing"},
     {"run", "bench"},
+    {"trainers"},
     {"cli"},
     {"__main__"},
 ]

@@ -188,10 +188,12 @@ _SUBMODULES = (
     "fleet",
     "data",
     "record",
-    "client",
 )
 
-_MODULES = {name: f"dure.{name}" for name in _SUBMODULES} | {"models": "dure.tasks.models"}
+_MODULES = {name: f"dure.{name}" for name in _SUBMODULES} | {
+    "models": "dure.tasks.models",
+    "client": "dure.trainers.patch",
+}
 
 __all__ = sorted([*_WHERE, *_MODULES])
 

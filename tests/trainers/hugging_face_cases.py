@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import traceback
 from collections.abc import Callable
@@ -111,6 +113,8 @@ def served(
         except BaseException as error:
             ended.append(error)
             traceback.print_exc()
+            # The server would wait for this client.
+            os.kill(os.getpid(), signal.SIGINT)
 
     def started(event: dict[str, Any]) -> None:
         if "serving" in event:

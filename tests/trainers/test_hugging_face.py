@@ -258,3 +258,124 @@ def test_a_smaller_step_inside_a_pass_cannot_be_accumulated() -> None:
     assert cannot_divide(round_of([4, 3, 4], 2), 2, 2) is None
     assert "local_steps ends a pass" in str(cannot_divide(round_of([4, 2, 4], 2), 2, 2))
     assert cannot_divide(round_of([4, 2, 4], 2), 4, 1) is None
+
+
+def adapted(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The causal model with PEFT's adapters."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(1)
+    return peft.get_peft_model(causal(dtype), config)
+
+
+def test_of_a_model_with_adapters_the_adapters_travel(tmp_path: Path) -> None:
+    """Two layers, two targets of 16 x 16, rank 2: 4 x 2 x (16 + 16) numbers of 4 bytes."""
+    make = partial(trainer, tmp_path, adapted, optim="adamw_torch")
+    task = dure.Task.from_trainer(make(), train=None, metrics={})
+
+    def join(url: str) -> str:
+        return dure.client.patch(make(), url, name="site").train()
+
+    run, ended = served(task, EPOCHS, join, tmp_path / "run")
+    assert ended == ["the run is over"]
+    assert same_bits(run, one(make, stop=ROUNDS))
+    trained = {name for name, p in run.model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name and name.startswith("base_model.model.") for name in trained)
+    buffers = sum(one.nbytes for one in run.model.buffers())
+    each = 4 * 2 * (16 + 16) * 4 + buffers
+    assert run.summary["bytes_received"] == pytest.approx(3 * each, rel=0.2)
+
+
+def test_a_killed_client_goes_on_with_its_round(tmp_path: Path) -> None:
+    """Its process ends in the middle of round 2; a new one trains the round from its beginning."""
+    make = partial(trainer, tmp_path, optim="adamw_torch")
+    task = dure.Task.from_trainer(make(), train=None, metrics={})
+
+    class Dies(transformers.TrainerCallback):  # type: ignore[misc]
+        trained = 0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            Dies.trained += 1
+            if Dies.trained == 15:
+                raise KeyboardInterrupt
+
+    def join(url: str) -> str:
+        known = {"name": "site", "state": tmp_path / "state"}
+        with pytest.raises(KeyboardInterrupt):
+            dure.client.patch(make(callbacks=[Dies()]), url, **known).train()
+        return dure.client.patch(make(), url, **known).train()
+
+    run, ended = served(task, EPOCHS, join, tmp_path / "run")
+    assert ended == ["the run is over"]
+    assert same_bits(run, one(make, stop=ROUNDS))
+
+
+def test_a_schedule_of_steps_is_refused_by_systems_of_rounds(tmp_path: Path) -> None:
+    task = dure.Task.from_trainer(trainer(tmp_path, lr_scheduler_type="linear"))
+    with pytest.raises(ValueError, match="the trainer's schedule counts steps, and a federation"):
+        dure.train(task, EPOCHS, stop=ROUNDS)
+    alone = dure.train(task, dure.SingleWorker(4), stop=dure.Stop(epochs=1))
+    assert alone.summary["steps"] == 6
+
+
+def test_a_task_has_the_steps_of_the_trainer(tmp_path: Path) -> None:
+    """Groups, decay, schedule and clipping: an epoch in the same order has the same weights."""
+    make = partial(
+        trainer,
+        tmp_path,
+        partial(causal, torch.float64),
+        optim="adamw_torch",
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        n=24,
+    )
+    task = dure.Task.from_trainer(make())
+    run = dure.train(task, dure.SingleWorker(4), stop=dure.Stop(epochs=1))
+    own = make()
+    batches = RoundBatches(round_of_epoch(24, 4), 4)
+    loader = own.get_train_dataloader()
+    own.get_train_dataloader = lambda: torch.utils.data.DataLoader(
+        loader.dataset, batch_sampler=batches, collate_fn=loader.collate_fn
+    )
+    own.train()
+    for name, value in run.model.state_dict().items():
+        assert float((value - own.model.state_dict()[name]).abs().max()) <= 1e-12
+
+
+def round_of_epoch(n: int, size: int) -> TrainerRound:
+    """The batches of the first epoch of a single worker."""
+    from dure.data.batches import Batches
+
+    found = Batches(n, size, 0)
+    return TrainerRound(0, [found.at(step) for step in range(n // size)], n // size, 0)
+
+
+def test_metrics_are_those_of_compute_metrics(tmp_path: Path) -> None:
+    def compute(predicted: Any) -> dict[str, float]:
+        right = predicted.predictions.argmax(-1) == predicted.label_ids
+        return {"right": float(right.mean())}
+
+    made = trainer(tmp_path, classifier, rows=classes, compute_metrics=compute)
+    task = dure.Task.from_trainer(made)
+    run = dure.train(task, dure.SingleWorker(4), stop=dure.Stop(epochs=2))
+    made.model.load_state_dict(run.model.state_dict())
+    found = made.evaluate()
+    assert run.summary["test_right"] == pytest.approx(found["eval_right"])
+    assert run.summary["test_loss"] == pytest.approx(found["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor, which changes the model's own"),
+        ({"neftune_noise_alpha": 0.1}, "neftune_noise_alpha"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "is no function of the step"),
+    ],
+)
+def test_what_a_task_cannot_take_over_is_refused(
+    settings: dict[str, Any], refusal: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        dure.Task.from_trainer(trainer(tmp_path, **settings))

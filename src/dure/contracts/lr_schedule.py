@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -38,6 +39,28 @@ def factor_at(schedule: LRSchedule | None, step: int) -> float:
             "more"
         )
     return factor
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """Schedule of a trainer of another library, whose t is a step, and never a round.
+
+    factor: factor of the learning rates by step.
+    """
+
+    factor: LRSchedule
+
+    def __call__(self, step: int) -> float:
+        return float(self.factor(step))
+
+
+def check_counts_rounds(schedule: LRSchedule | None) -> None:
+    """Check that a schedule may count rounds. Raises ValueError for a `StepSchedule`."""
+    if isinstance(schedule, StepSchedule):
+        raise ValueError(
+            "the trainer's schedule counts steps, and a federation rounds: give the task one of its "
+            "own (lr_schedule=…), or None"
+        )
 
 
 def check_schedule(schedule: LRSchedule | None, optimizer: Optimizer) -> None:

@@ -66,6 +66,10 @@ class DatasetExamples(Examples):
         self.classes = list(map(str, classes)) if isinstance(classes, (list, tuple)) else None
         self._dtype: torch.dtype | None = None
 
+    def over(self, dataset: Any, keys: Sequence[Any] | None) -> DatasetExamples:
+        """Return the examples of another dataset, collated in the same way."""
+        return DatasetExamples(dataset, keys, self.collate, self.keeps_labels)
+
     def __len__(self) -> int:
         return len(self.dataset)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
+from dure.contracts.lr_schedule import check_counts_rounds
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy, examples_for
 from dure.contracts.task import Task
@@ -342,6 +343,7 @@ class Federated(Strategy):
         if self.privacy.user is not None:
             check_budget(self.privacy.user, self, self.count(task) or 1)
         self.check_task(task)
+        check_counts_rounds(task.lr_schedule)
         if task.trainer is not None:
             check_trained(self, task.trainer.of(0))
         # A rule that needs more updates than a round has is refused before any computation.

@@ -22,7 +22,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,9 @@ from transformers import Trainer, TrainerCallback
 from dure.contracts.own_loss import IGNORED, Counts
 from dure.contracts.trainer import TrainerResult, TrainerRound
 from dure.trainers.continued import ContinuedTraining
+from dure.trainers.known import RoundState
 from dure.trainers.round_batches import RoundBatches, cannot_divide, loader_like
 from dure.trainers.weights import copy_tensors, load_tensors
-
-RoundState = Literal["reset", "keep"]
-"""Whether a client's optimizer, schedule and counters begin anew in each round."""
 
 
 class HuggingFaceTrainer:
@@ -43,7 +41,7 @@ class HuggingFaceTrainer:
 
     Args:
         trainer: the trainer, which was not trained yet.
-        train: its `train`; None is the trainer's method.
+        train: its `train`.
         state: as in the module.
         counts: the terms of the loss, as in `dure.OwnLoss`.
 
@@ -52,13 +50,13 @@ class HuggingFaceTrainer:
     def __init__(
         self,
         trainer: Trainer,
-        train: Callable[[], Any] | None = None,
+        train: Callable[[], Any],
         state: RoundState = "reset",
         counts: Counts = "examples",
     ) -> None:
         self.trainer = trainer
         self.name = type(trainer).__name__
-        self._train = trainer.train if train is None else train
+        self._train = train
         self._counts: Counts = counts
         self._tally = RoundTally(trainer, counts)
         self._hook = _RoundCallback(trainer, self._tally)
@@ -245,15 +243,6 @@ class _RoundCallback(TrainerCallback):  # type: ignore[misc]
         self._tally.stepped()
         if self.continued is not None and not self.continued.stepped():
             control.should_training_stop = True
-
-
-def check_state(state: str) -> RoundState:
-    """Return the setting of a client's state. Raises ValueError for another text."""
-    for known in get_args(RoundState):
-        if state == known:
-            found: RoundState = known
-            return found
-    raise ValueError(f"state_of_rounds is {state!r}, but it has to be reset or keep")
 
 
 def check_trainer(trainer: Trainer) -> None:

@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import EvalPrediction, Trainer, get_scheduler
 
+from dure.contracts.lr_schedule import StepSchedule
 from dure.contracts.own_loss import Counts, OwnLoss
 from dure.contracts.task import Task
 from dure.data.datasets import DatasetExamples
 from dure.trainers.hugging_face import check_trainer
+from dure.trainers.optimizers import settings_of
 
 _NEXT_TOKENS = ("ForCausalLM", "LMHeadModel")
 _TOKENS = ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration", "ForPreTraining")
@@ -52,7 +54,7 @@ def task_from_trainer(
     check_trainer(trainer)
     args = trainer.args
     fields: dict[str, Any] = {
-        "model": ModelCopies(trainer.model),
+        "model": TrainerModelFactory(trainer.model),
         "loss": OwnLoss(counts_of(trainer.model) if counts is None else counts),
         "train": examples_of_loader(trainer.get_train_dataloader()),
         "test": _evaluation_examples(trainer),
@@ -72,7 +74,7 @@ def task_from_trainer(
 
 
 @dataclass(frozen=True)
-class ModelCopies:
+class TrainerModelFactory:
     """Factory of copies of a model, with its weights of now."""
 
     model: nn.Module
@@ -166,9 +168,7 @@ class TrainerOptimizer:
                     "new model does not have: give the task an optimizer of its own, "
                     "from_trainer(trainer, optimizer=…)"
                 )
-            group = given.param_groups[0]
-            names = given.defaults.keys() & group.keys()
-            return cls(type(given), {name: group[name] for name in sorted(names)})
+            return cls(type(given), settings_of(given))
         kind, settings = _class_and_settings(trainer)
         decay = float(trainer.args.weight_decay)
         if not decay:
@@ -220,21 +220,7 @@ def _class_and_settings(trainer: Trainer) -> tuple[type[Optimizer], dict[str, An
     return kind, dict(settings)
 
 
-@dataclass(frozen=True)
-class TrainerSchedule:
-    """Schedule of a trainer as a factor of the learning rates at step t.
-
-    factor: factor by step. counts: unit of t, which systems of rounds do not have.
-    """
-
-    factor: Callable[[int], float]
-    counts: str = "steps"
-
-    def __call__(self, step: int) -> float:
-        return float(self.factor(step))
-
-
-def schedule_of(trainer: Trainer) -> TrainerSchedule | None:
+def schedule_of(trainer: Trainer) -> StepSchedule | None:
     """Return the schedule of a trainer over its planned steps; None for a constant rate.
 
     Raises ValueError for a schedule that is no function of the step.
@@ -260,7 +246,7 @@ def schedule_of(trainer: Trainer) -> TrainerSchedule | None:
             f"the schedule {kind} is no function of the step: give the task one, "
             "from_trainer(trainer, lr_schedule=…)"
         )
-    return TrainerSchedule(factors[0])
+    return StepSchedule(factors[0])
 
 
 def planned_steps(trainer: Trainer) -> int:
@@ -320,7 +306,7 @@ class _ComputedMetrics:
 
 @dataclass(frozen=True)
 class _NamedMetric:
-    """One of the metrics that `compute_metrics` returns."""
+    """Metric of `compute_metrics`, by name."""
 
     name: str
     shared: _ComputedMetrics

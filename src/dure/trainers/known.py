@@ -1,49 +1,39 @@
-"""Recognition of trainers: which library's a trainer is, without importing the other libraries."""
+"""Trainer of a user, as dure uses it, whichever library it is of."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
 from dure.contracts.task import Task
 from dure.contracts.trainer import ClientTrainer
 
+RoundState = Literal["reset", "keep"]
+"""Whether a client's optimizer, schedule and counters begin anew in each round."""
+
+
+class TrainedClient(NamedTuple):
+    """Trainer of a client, and the client's task."""
+
+    trainer: ClientTrainer
+    task: Task
+
 
 class KnownTrainer(NamedTuple):
-    """What dure needs of a user's trainer.
+    """Trainer that was recognised.
 
-    client: makes the `ClientTrainer`, given the state setting. task: makes the task of a client.
-    method: name of the method that trains.
+    method: name of the method that trains. client: makes the client, from the arguments of a call
+    of the method.
     """
 
-    client: Callable[[str], ClientTrainer]
-    task: Callable[[], Task]
     method: str
+    client: Callable[[RoundState, tuple[Any, ...], Mapping[str, Any]], TrainedClient]
 
 
-_LIBRARIES = {
-    "transformers": ("Trainer", "dure.trainers.hugging_face_client"),
-    "lightning": ("Trainer", "dure.trainers.lightning_client"),
-    "pytorch_lightning": ("Trainer", "dure.trainers.lightning_client"),
-}
-"""Class of each library's trainer, and the module of dure that knows it."""
-
-
-def known(trainer: Any, **more: Any) -> KnownTrainer:
-    """Return what dure needs of a trainer; `more` are arguments of its library's.
-
-    Raises ValueError for another object.
-    """
-    for library, (name, module) in _LIBRARIES.items():
-        # A trainer of a library that was not imported cannot exist.
-        loaded = sys.modules.get(library)
-        kind = None if loaded is None else getattr(loaded, name, None)
-        if kind is not None and isinstance(trainer, kind):
-            found: KnownTrainer = importlib.import_module(module).known(trainer, **more)
+def check_state(state: str) -> RoundState:
+    """Return the setting of a client's state. Raises ValueError for another text."""
+    for known in get_args(RoundState):
+        if state == known:
+            found: RoundState = known
             return found
-    raise ValueError(
-        f"a {type(trainer).__name__} is no trainer that dure knows: give a transformers.Trainer, a "
-        "trainer of trl, or a lightning.Trainer; loops of your own use dure.Client"
-    )
+    raise ValueError(f"state_of_rounds is {state!r}, but it has to be reset or keep")

@@ -11,13 +11,13 @@ the trainer, with the weights of the client's last round.
 from __future__ import annotations
 
 import dataclasses
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from dure.run.join import join
-from dure.trainers.known import known
+from dure.trainers.known import check_state
+from dure.trainers.libraries import known
 from dure.trainers.sources import OneTrainer
 
 Trainer = TypeVar("Trainer")
@@ -52,21 +52,16 @@ def patch(
             the errors of `dure.join`.
     """
     found = known(trainer, **({} if counts is None else {"counts": counts}))
-    client = found.client(state_of_rounds)
-    task = dataclasses.replace(found.task(), trainer=OneTrainer(client))
+    state = check_state(state_of_rounds)
     tell = on_progress or _warn
 
     def train(*given: Any, **named: Any) -> str:
-        if given or named:
-            raise ValueError(
-                f"{found.method} of a patched trainer takes no arguments: the federation says what "
-                "is trained"
-            )
-        stop = identity.pop("stop", None) or threading.Event()
+        client = found.client(state, given, named)
+        task = dataclasses.replace(client.task, trainer=OneTrainer(client.trainer))
         try:
-            return join(url, task, stop=stop, on_progress=tell, **identity)
+            return join(url, task, on_progress=tell, **identity)
         finally:
-            client.close()
+            client.trainer.close()
 
     setattr(trainer, found.method, train)
     return trainer

@@ -17,13 +17,13 @@ from typing import Any
 from torch.utils.data import ConcatDataset
 
 from dure.contracts.stop import Stop
-from dure.data.datasets import DatasetExamples
 from dure.data.partition import NaturalKey
 from dure.federated.algorithms.fed_avg import FedAvg
 from dure.federated.strategy import Federated
 from dure.record.run import Run
 from dure.run.train import train
-from dure.trainers.known import known
+from dure.trainers.known import check_state
+from dure.trainers.libraries import known
 from dure.trainers.sources import ManyTrainers
 from dure.worlds.simulated import Simulated
 
@@ -42,7 +42,8 @@ def simulate(
     """Train a federation whose clients are trainers of other libraries, in this process.
 
     Args:
-        make_trainer: returns the trainer of a client, by its number from 0.
+        make_trainer: returns the trainer of a client, by its number from 0; for Lightning a tuple
+            of the arguments, (trainer, module, data).
         clients: number of clients.
         strategy: a federated strategy; None is FedAvg. Its clients, partition and batch size are
             those of the trainers.
@@ -60,9 +61,14 @@ def simulate(
     """
     if clients < 1:
         raise ValueError(f"clients is {clients}, but it has to be 1 or more")
+    state = check_state(state_of_rounds)
     more = {} if counts is None else {"counts": counts}
-    found = [known(make_trainer(client), **more) for client in range(clients)]
-    trainers = [one.client(state_of_rounds) for one in found]
+    found = []
+    for client in range(clients):
+        made = make_trainer(client)
+        trainer, *given = made if isinstance(made, tuple) else (made,)
+        found.append(known(trainer, **more).client(state, tuple(given), {}))
+    trainers = [one.trainer for one in found]
     sizes = [one.examples for one in trainers]
     batch_size = trainers[0].batch_size
     unlike = next((one for one in trainers if one.batch_size != batch_size), None)
@@ -71,14 +77,12 @@ def simulate(
             f"the trainers have steps of {batch_size} and of {unlike.batch_size} examples, and a "
             "federation has one size: make them equal"
         )
-    task = found[0].task()
-    tasks = [task, *(one.task() for one in found[1:])]
-    data: Any = ConcatDataset([one.train.dataset for one in tasks])
+    task = found[0].task
+    data: Any = ConcatDataset([one.task.train.dataset for one in found])
     keys = [client for client, size in enumerate(sizes) for _ in range(size)]
-    first = task.train
     task = dataclasses.replace(
         task,
-        train=DatasetExamples(data, keys, first.collate, first.keeps_labels),
+        train=task.train.over(data, keys),
         trainer=ManyTrainers(trainers, [0, *accumulate(sizes[:-1])]),
     )
     chosen = dataclasses.replace(

@@ -1,0 +1,216 @@
+"""lightning.Trainer as the trainer of a client.
+
+    dure.client.patch(trainer, "https://…")
+    trainer.fit(module, datamodule)
+
+A round is a call of the trainer's own `fit`, as in `dure.trainers.hugging_face`; with
+state_of_rounds="keep" all rounds are one. Terms of an algorithm are added before the gradients are
+clipped. Only modules with automatic optimization can train a client, because of these terms and of
+the count of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from dure.contracts.task import Task
+from dure.contracts.trainer import TrainerResult, TrainerRound
+from dure.trainers.continued import ContinuedTraining
+from dure.trainers.known import KnownTrainer, RoundState, TrainedClient
+from dure.trainers.lightning_task import task_from_lightning, training_loader
+from dure.trainers.round_batches import RoundBatches, cannot_divide, loader_like
+from dure.trainers.weights import copy_tensors, load_tensors
+
+
+def known(trainer: Any) -> KnownTrainer:
+    """Return a trainer as dure uses it. Raises ValueError for one that cannot train a client."""
+    if trainer.world_size > 1:
+        raise ValueError("a lightning.Trainer of several devices cannot train a client: use one")
+    fit = trainer.fit
+
+    def client(
+        state: RoundState, given: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> TrainedClient:
+        module, data = _module_and_data(*given, **named)
+        made = LightningTrainer(trainer, fit, module, data, state)
+        task = task_from_lightning(
+            module, data, optimizer=Task.optimizer, lr_schedule=None, metrics={}
+        )
+        return TrainedClient(made, task)
+
+    return KnownTrainer("fit", client)
+
+
+def _module_and_data(
+    model: Any,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    datamodule: Any = None,
+    **more: Any,
+) -> tuple[Any, Any]:
+    """Return the module and its data, from the arguments of `fit`. Raises ValueError."""
+    if any(value is not None for value in more.values()):
+        raise ValueError(f"fit of a patched trainer takes no {next(iter(more))}")
+    if not model.automatic_optimization:
+        raise ValueError(
+            "a module with manual optimization cannot train a client: set automatic_optimization"
+        )
+    data = train_dataloaders if datamodule is None else datamodule
+    return model, data
+
+
+class LightningTrainer:
+    """A lightning.Trainer with a module and its data, as a `ClientTrainer`.
+
+    Args:
+        trainer: the trainer, before training.
+        fit: its `fit`.
+        module: the LightningModule.
+        data: a data module or a loader; None if the module has a loader.
+        state: as in `dure.client.patch`.
+    """
+
+    name = "lightning.Trainer"
+
+    def __init__(
+        self, trainer: Any, fit: Callable[..., Any], module: Any, data: Any, state: RoundState
+    ) -> None:
+        self.trainer = trainer
+        self.module = module
+        self._fit = fit
+        self._loader: Any = training_loader(module, data)
+        self._validation = _validation_loader(data)
+        self._hook = _round_callback(module)
+        trainer.callbacks.append(self._hook)
+        self._limits = trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps
+        self._continued: ContinuedTraining | None = None
+        if state == "keep":
+            train = self._loader if data is None else data
+            self._continued = ContinuedTraining(self.name, lambda: fit(module, train))
+            self._hook.continued = self._continued
+
+    @property
+    def batch_size(self) -> int:
+        return int(self._loader.batch_size * self.trainer.accumulate_grad_batches)
+
+    @property
+    def examples(self) -> int:
+        return len(self._loader.dataset)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        load_tensors(self.module, tensors)
+
+    def tensors(self, names: Iterable[str]) -> Mapping[str, Tensor]:
+        return copy_tensors(self.module, names)
+
+    def cannot(self, round: TrainerRound) -> str | None:
+        if self._continued is not None:
+            return None
+        return cannot_divide(round, self._loader.batch_size, self.trainer.accumulate_grad_batches)
+
+    def run(self, round: TrainerRound) -> TrainerResult:
+        self._hook.begin(round)
+        if self._continued is not None:
+            self._continued.run(len(round.batches))
+        else:
+            self._fit_round(round)
+        found: TrainerResult = self._hook.result()
+        return found
+
+    def close(self) -> None:
+        if self._continued is not None:
+            self._continued.close()
+
+    def _fit_round(self, round: TrainerRound) -> None:
+        """Call `fit` from the beginning: its counters are those of the round."""
+        trainer = self.trainer
+        passes = round.passes
+        begin_again(trainer, passes or 1, -1 if passes else len(round.batches))
+        loader = loader_like(self._loader, RoundBatches(round, self._loader.batch_size))
+        self._fit(self.module, loader, self._validation)
+
+
+def begin_again(trainer: Any, epochs: int, steps: int) -> None:
+    """Make the next `fit` of a trainer begin at epoch 0, and end after epochs or steps."""
+    old = trainer.fit_loop
+    trainer.fit_loop = type(old)(trainer, min_epochs=None, max_epochs=epochs)
+    trainer.fit_loop.epoch_loop = type(old.epoch_loop)(trainer, min_steps=None, max_steps=steps)
+    trainer.should_stop = False
+
+
+def _validation_loader(data: Any) -> Any:
+    """Return the validation loaders of a data module; None without."""
+    hook = getattr(data, "val_dataloader", None)
+    if hook is None:
+        return None
+    try:
+        return hook()
+    except Exception:
+        # A data module without one inherits a method that raises.
+        return None
+
+
+def _round_callback(module: Any) -> Any:
+    """Return a callback that adds terms, and counts; of the installed Lightning's class."""
+    import importlib
+
+    root = "pytorch_lightning" if _is_old(module) else "lightning.pytorch"
+    base: Any = importlib.import_module(f"{root}.callbacks").Callback
+
+    class RoundCallback(base):  # type: ignore[misc]
+        """Callback of a round."""
+
+        continued: ContinuedTraining | None = None
+
+        def begin(self, round: TrainerRound) -> None:
+            """Begin a round."""
+            self._round = round
+            self._samples = 0
+            self._steps = 0
+            self._losses: list[tuple[Tensor, int]] = []
+
+        def result(self) -> TrainerResult:
+            """Return the round's steps, samples and loss."""
+            total = sum(float(loss) * count for loss, count in self._losses)
+            counted = float(sum(count for _, count in self._losses))
+            mean = total / counted if counted else 0.0
+            return TrainerResult(self._steps, self._samples, mean, counted)
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, at: int) -> None:
+            if self._round.look is not None:
+                self._round.look()
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            self._steps += 1
+            if self._round.terms is not None:
+                self._round.terms.add_to(module.named_parameters())
+
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, at: int
+        ) -> None:
+            count = examples_in(batch)
+            self._samples += count
+            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+            if isinstance(loss, Tensor):
+                self._losses.append((loss.detach(), count))
+            stepped = self._steps - getattr(self, "_told", 0)
+            if self.continued is not None and stepped:
+                self._told = self._steps
+                if not self.continued.stepped():
+                    trainer.should_stop = True
+                self._told = self._steps
+
+    return RoundCallback()
+
+
+def _is_old(module: Any) -> bool:
+    return any(one.__module__.startswith("pytorch_lightning.") for one in type(module).__mro__)
+
+
+def examples_in(batch: Any) -> int:
+    """Return the number of examples of a batch: the length of its first tensor."""
+    return next((len(one) for one in tree_leaves(batch) if isinstance(one, Tensor) and one.ndim), 0)
