@@ -58,8 +58,8 @@ def check_counts_rounds(schedule: LRSchedule | None) -> None:
     """Check that a schedule may count rounds. Raises ValueError for a `StepSchedule`."""
     if isinstance(schedule, StepSchedule):
         raise ValueError(
-            "the trainer's schedule counts steps, and a federation rounds: give the task one of its "
-            "own (lr_schedule=…), or None"
+            "the trainer's schedule counts steps, and a federation rounds: give the task one of "
+            "its own (lr_schedule=…), or None"
         )
 
 
