@@ -264,6 +264,12 @@ def check_trainer(trainer: Trainer) -> None:
             "the trainer orders its data by length or in turn, but a client's order is drawn from "
             "the run's seed: use train_sampling_strategy='random'"
         )
+    divided = ("is_fsdp_enabled", "is_deepspeed_enabled", "is_fsdp_xla_enabled")
+    if any(getattr(trainer, name, False) for name in divided):
+        raise ValueError(
+            "the trainer divides its model over ranks (FSDP, DeepSpeed), and a client loads whole "
+            "weights on each rank: use data parallelism (DDP)"
+        )
     if trainer.args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size changes the batch size in a run: leave it out")
 
@@ -279,8 +285,6 @@ def cannot_add_terms(trainer: Trainer) -> str | None:
         )
     if args.fp16:
         return "gradients are scaled in fp16, and the algorithm's terms are not: use bf16"
-    if args.world_size > 1:
-        return "on several ranks the algorithm's terms are not sent to them: use one rank"
     return None
 
 

@@ -5,7 +5,8 @@
 
 `train` then joins the federation as `dure.join` does, with the same identity, policy, journal and
 privacy; the client's training is the trainer's own (`dure.contracts.trainer`). The model stays in
-the trainer, with the weights of the client's last round.
+the trainer, with the weights of the client's last round. Under torchrun or accelerate launch all
+ranks are one client (`dure.trainers.ranks`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
+from dure.contracts.trainer import ClientTrainer
 from dure.run.join import join
 from dure.trainers.known import check_state
 from dure.trainers.libraries import known
+from dure.trainers.ranks import RankedTrainer, follow, ranks
 from dure.trainers.sources import OneTrainer
 
 Trainer = TypeVar("Trainer")
@@ -57,11 +62,17 @@ def patch(
 
     def train(*given: Any, **named: Any) -> str:
         client = found.client(state, given, named)
-        task = dataclasses.replace(client.task, trainer=OneTrainer(client.trainer))
+        trained: ClientTrainer = client.trainer
+        if ranks() > 1:
+            if dist.get_rank():
+                follow(trained)
+                return "the run is over"
+            trained = RankedTrainer(trained)
+        task = dataclasses.replace(client.task, trainer=OneTrainer(trained))
         try:
             return join(url, task, on_progress=tell, **identity)
         finally:
-            client.trainer.close()
+            trained.close()
 
     setattr(trainer, found.method, train)
     return trainer
