@@ -68,6 +68,11 @@ def load_initial_weights(model: nn.Module, path: Path) -> None:
     _check_values(model, path)
 
 
+def holds_adapters(path: Path) -> bool:
+    """Return whether the weights in `path` are of a model with adapters (`Task.adapter`)."""
+    return any(".lora_A." in name for name in stored_in(path))
+
+
 def warn_of_drawn(model: nn.Module, path: Path) -> None:
     """Warn about tensors of the model that are not in the files, and the reverse."""
     fit = assign_weights(model, path)

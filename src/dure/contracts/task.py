@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.arguments import SuggestsArguments, check_path
+from dure.contracts.adapter import LoRA, adapter_of
 from dure.contracts.lr_schedule import LRSchedule
 from dure.contracts.metric import Metric, check_metrics
 from dure.contracts.own_loss import KeywordModelFactory, OwnLoss
@@ -126,6 +127,8 @@ class Task(SuggestsArguments, common=True):
         are like the examples.
     dtype: dtype to which floating-point inputs are cast, such as torch.float32; targets never are.
         None: inputs are passed to the model unchanged.
+    adapter: low-rank adapters that are trained in place of the model's own weights, which are
+        frozen: `dure.LoRA(rank=8, targets="q_proj|v_proj")`, or its text. None trains the model.
     """
 
     model: Callable[[], nn.Module]
@@ -149,6 +152,7 @@ class Task(SuggestsArguments, common=True):
     validation: Any = None
     show_examples: bool = False
     dtype: torch.dtype | None = None
+    adapter: LoRA | None = None
     parse: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -187,6 +191,7 @@ class Task(SuggestsArguments, common=True):
                 f"Task(dtype={self.dtype!r}) has to be a floating-point dtype, such as "
                 f"torch.float32"
             )
+        object.__setattr__(self, "adapter", adapter_of(self.adapter))
         check_learning(self)
         if self.metrics is not None:
             check_metrics(self.metrics)
