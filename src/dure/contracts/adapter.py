@@ -141,7 +141,8 @@ class LoRA(SuggestsArguments):
         names = self._adapted(model)
         config = LoraConfig(
             r=self.largest,
-            lora_alpha=self.alpha,
+            # PEFT divides by the rank: other numbers than integers work too.
+            lora_alpha=self.alpha,  # type: ignore[arg-type]
             use_rslora=self.rslora,
             target_modules="|".join(map(re.escape, names)),
         )
