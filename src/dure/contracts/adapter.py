@@ -104,7 +104,9 @@ class LoRA(SuggestsArguments):
             *(["rslora"] if self.rslora else []),
             *([] if self.train is None else [f"train={self.train}"]),
         ]
-        return ":".join(["lora", rank, self.targets, f"{self.alpha:g}", *words])
+        short = f"{self.alpha:g}"
+        alpha = short if float(short) == self.alpha else repr(self.alpha)
+        return ":".join(["lora", rank, self.targets, alpha, *words])
 
     @property
     def largest(self) -> int:

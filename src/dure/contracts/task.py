@@ -216,6 +216,13 @@ class Task(SuggestsArguments, common=True):
             if isinstance(examples, (DatasetExamples, RankDataFactory)):
                 object.__setattr__(self, name, examples.with_labels())
 
+    def new_model(self) -> nn.Module:
+        """Return a new model with the task's adapter: the factory for `dure.load_run`."""
+        model = self.model()
+        if self.adapter is not None:
+            self.adapter.apply(model)
+        return model
+
     def on(self, device: torch.device) -> Self:
         """Return the task for a model on `device`: the tensors of its loss are moved there."""
         loss = on_device(self.loss, device)

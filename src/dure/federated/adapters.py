@@ -32,9 +32,11 @@ from torch import Tensor, nn
 
 from dure.contracts.adapter import LoRA, lora_names
 from dure.contracts.task import Task
+from dure.errors import TooFewUpdatesError
 from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.aggregate.low_rank import (
     LowRank,
+    SingularTriples,
     mean_matrix,
     split,
     stacked,
@@ -174,16 +176,27 @@ class MergedRounds(AdapterRounds):
         for places in self.places:
             assert places.a is not None, "with a frozen A the mean of B is exact"
             factors = [self._factors(places, weights, update) for update in updates]
-            if self.adapter.merge == "stack":
-                triples = svd_of_product(stacked(factors, shares))
-            else:
-                triples = svd_of_matrix(mean_matrix(factors, shares))
+            triples = self._triples(factors, shares)
             b, a = places.b.of(weights), places.a.of(weights)
             now = LowRank(b.double(), a.double(), places.scaling)
             new = split(triples, now, ROW_NORM, torch.finfo(b.dtype).eps)
             places.b.of(merged).copy_(new.b)
             places.a.of(merged).copy_(new.a)
         return merged
+
+    def _triples(self, factors: Sequence[LowRank], shares: Sequence[float]) -> SingularTriples:
+        """Return the singular triples of the mean of the updates.
+
+        Raises TooFewUpdatesError if the product of the factors overflows.
+        """
+        try:
+            if self.adapter.merge == "stack":
+                return svd_of_product(stacked(factors, shares))
+            return svd_of_matrix(mean_matrix(factors, shares))
+        except torch.linalg.LinAlgError as error:
+            raise TooFewUpdatesError(
+                "the clients' adapters are too large to multiply; did training diverge?"
+            ) from error
 
     def _factors(self, places: FactorPlaces, weights: Sequence[Tensor], update: Update) -> LowRank:
         """Return a client's factors, of its own rank, whatever it sent beyond it."""
