@@ -193,7 +193,7 @@ class MergedRounds(AdapterRounds):
             if self.adapter.merge == "stack":
                 return svd_of_product(stacked(factors, shares))
             return svd_of_matrix(mean_matrix(factors, shares))
-        except torch.linalg.LinAlgError as error:
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise TooFewUpdatesError(
                 "the clients' adapters are too large to multiply; did training diverge?"
             ) from error
