@@ -173,7 +173,7 @@ def measured(asked: argparse.Namespace, task: dure.Task, name: str) -> dict[str,
 
 
 def merge_seconds(width: int) -> dict[str, float]:
-    """Least seconds of three merges of eight clients' factors of a square layer, for each of the two ways."""
+    """Least seconds of three merges of eight clients' factors, for each of the two ways."""
     generator = torch.Generator().manual_seed(0)
 
     def factors(rank: int) -> LowRank:
