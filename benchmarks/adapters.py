@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--examples", type=int, default=128, help="sequences of a client")
     parser.add_argument("--steps", type=int, default=600, help="steps on the first language")
-    parser.add_argument("--rates", nargs="+", type=float, default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--rates", nargs="+", type=float, default=[3e-3, 1e-2, 3e-2])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--width", type=int, default=2048, help="of the layer whose merge is timed")
     parser.add_argument("--quick", action="store_true", help="2 rounds, one rate, a small layer")
