@@ -53,7 +53,7 @@ from dure.tensors.buffers import BufferNames
 from dure.tensors.flat import by_dtype, trainable_parameters
 
 ROW_NORM = 1 / math.sqrt(3)
-"""Norm of the rows of a merged A: the root mean square of the rows that PEFT draws."""
+"""Least norm of the rows of a merged A: the root mean square of the rows that PEFT draws."""
 
 _OTHERS = ("answer", "step", "shared", "whole", "down", "expects", "absorb", "own", "kept")
 """Hooks whose overrides expect the whole update of a client, or parts of it."""

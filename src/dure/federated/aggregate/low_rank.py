@@ -97,14 +97,15 @@ def svd_of_matrix(matrix: Tensor) -> SingularTriples:
 def split(triples: SingularTriples, like: LowRank, row_norm: float, rounding: float) -> LowRank:
     """Return factors of the best approximation, with the rank and the scaling of `like`.
 
-    The rows of A are singular vectors with the norm `row_norm`, and B has the singular values. A
-    direction without a singular value has zeros in B, as a new adapter has, and the row of A from
-    `like`: it stays trainable, and does not depend on rounding.
+    A and B share each singular value evenly, but rows of A are never shorter than `row_norm`: short
+    rows would slow down the training of B. A direction without a singular value has zeros in B, as
+    a new adapter has, and the row of A from `like`: it stays trainable, and does not depend on
+    rounding.
 
     Args:
         triples: of the matrix to approximate.
         like: present factors.
-        row_norm: norm of the rows of A.
+        row_norm: least norm of the rows of A.
         rounding: relative error of the matrix's numbers; singular values below it, relative to the
             largest, count as zeros.
     """
@@ -112,6 +113,8 @@ def split(triples: SingularTriples, like: LowRank, row_norm: float, rounding: fl
     least = rounding * max(like.b.shape[0], like.a.shape[1]) * float(triples.values[0])
     count = int((kept.values > least).sum())
     b, a = torch.zeros_like(like.b), like.a.clone()
-    a[:count] = row_norm * kept.v[:count]
-    b[:, :count] = kept.u[:, :count] * (kept.values[:count] / (like.scaling * row_norm))
+    values = kept.values[:count] / like.scaling
+    norms = values.sqrt().clamp(min=row_norm)
+    a[:count] = norms[:, None] * kept.v[:count]
+    b[:, :count] = kept.u[:, :count] * (values / norms)
     return LowRank(b, a, like.scaling)
