@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import dure
+from dure.cli.main import main
 from dure.contracts.adapter import lora_layers, lora_names, parse_adapter
 from dure.contracts.strategy import seeded_model
 from dure.run.config import run_request_of
@@ -166,6 +167,13 @@ def test_the_run_folder_has_the_adapter(tmp_path: Path) -> None:
     whole = dure.train(task, worker, stop=dure.Stop(steps=4))
     assert same_bits(resumed, whole)
     assert not same_bits(resumed, run)
+
+
+def test_the_command_line_has_the_flag(tmp_path: Path) -> None:
+    flags = ["--adapter", "lora:2:.*:4", "--steps", "1", "--out", str(tmp_path / "run")]
+    assert main(["train", "digits", "single-worker", *flags]) == 0
+    assert run_request_of(tmp_path / "run").task.learning == {"adapter": "lora:2:.*:4"}
+    assert main(["predict", str(tmp_path / "run"), "test:0"]) == 0
 
 
 EXACT = [

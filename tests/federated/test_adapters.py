@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -28,8 +30,9 @@ from dure.federated.algorithm import Algorithm
 from dure.federated.engines.job import ClientJob, JobResult
 from dure.federated.engines.loop import LoopEngine
 from dure.protocol.messages import Assignment, Update
+from dure.tasks.task_summary import differences, trains_of
 from dure.tensors.flat import FlatParameters
-from small import same_bits, small_task
+from small import examples, same_bits, small_task
 
 TWO = dure.Stop(rounds=2)
 FED_AVG = partial(dure.FedAvg, clients=4, batch_size=8, local_epochs=2)
@@ -401,3 +404,48 @@ def test_other_trained_parameters_take_their_mean() -> None:
             assert not torch.equal(one[name], drawn[name])
         elif "lora" not in name:
             assert torch.equal(one[name], drawn[name])
+
+
+# Over a network
+
+
+def test_sites_of_unlike_ranks_train_over_a_network(tmp_path: Path) -> None:
+    """Each site makes the adapter itself, under the run's seed; only factors and masks travel."""
+    adapter = dure.LoRA((1, 3), alpha=4.0)
+    sites: list[Thread] = []
+
+    def hears(event: dict[str, Any]) -> None:
+        for number in range(2) if "serving" in event else ():
+            task = small_task(train=examples(12, seed=10 + number), test=None, adapter=adapter)
+            how = {"state": tmp_path / f"site {number}", "name": f"site {number}"}
+            sites.append(Thread(target=dure.join, args=(event["serving"], task), kwargs=how))
+            sites[-1].start()
+
+    run = dure.serve(
+        small_task(train=None, test=examples(20), adapter=adapter),
+        dure.FedAvg(clients=2, batch_size=4),
+        TWO,
+        out=tmp_path / "run",
+        port=0,
+        access="open",
+        on_progress=hears,
+    )
+    for site in sites:
+        site.join()
+    drawn = seeded_model(adapted(rank=(1, 3)), 0).state_dict()
+    for name, value in run.model.state_dict().items():
+        if "lora_B" in name:
+            assert value.any()
+        elif not name.endswith("lora_A.default.weight"):
+            assert torch.equal(value, drawn[name])
+    assert run.summary["steps"] == 2
+
+
+def test_a_site_with_another_adapter_is_refused_by_name() -> None:
+    """A client compares its task with the server's before it sends anything."""
+    ours, theirs = (
+        trains_of(task, seeded_model(task, 0)) for task in (adapted(), adapted(alpha=5.0))
+    )
+    (told,) = differences(theirs, ours)
+    assert "adapter is " in told
+    assert "lora:2:.*:5" in told
