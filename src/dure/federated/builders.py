@@ -167,7 +167,7 @@ def build_server(
         task=task,
         model=model,
         test=test,
-        algorithm=strategy.hooks(task, model, clients),
+        algorithm=strategy.algorithm_for(task, model, clients),
         rule=rule,
         optimizer=strategy.optimizer(),
         pacing=pacing,
@@ -261,7 +261,7 @@ def message_layout(
 ) -> ModelLayout:
     """Return the names under which the tensors of the model's messages travel."""
     flat = FlatParameters(unused_copy(model, task, 0))
-    shared = strategy.hooks(task, model, clients).shared(flat.copy())
+    shared = strategy.algorithm_for(task, model, clients).shared(flat.copy())
     return ModelLayout(_names(flat, shared), BufferNames(model).names)
 
 
@@ -415,7 +415,7 @@ def _clients(
         examples, own = poisoned(examples, own, lying(0), attack)
     # Attackers report losses on their spoilt examples too.
     losses = partial(personal.losses, examples)
-    algorithm = strategy.hooks(task, model, len(own))
+    algorithm = strategy.algorithm_for(task, model, len(own))
     # Without a reader of single updates, an engine need not form them. Readers are: attacks, which
     # forge updates; `answer` and `step`, which may read them; user-level clipping, which bounds
     # each update; and the recorder, which writes them.

@@ -225,7 +225,7 @@ class Federated(Strategy):
 
     # Implementation that all subclasses share
 
-    def hooks(self, task: Task, model: nn.Module, clients: int) -> Algorithm:
+    def algorithm_for(self, task: Task, model: nn.Module, clients: int) -> Algorithm:
         """Return the algorithm for the task's model, which may have an adapter."""
         inner = self.algorithm(algorithm_inputs_of(task, model, clients))
         return with_adapter(inner, task, model)
@@ -396,7 +396,7 @@ class Federated(Strategy):
 
     def _check_hooks(self, task: Task, model: nn.Module) -> None:
         """Raise ValueError for hooks that need updates which the privacy hides."""
-        algorithm = self.hooks(task, model, self.count(task) or 1)
+        algorithm = self.algorithm_for(task, model, self.count(task) or 1)
         own = f"{type(algorithm).__name__} of {self.name}"
         if algorithm.has_own_step and self.privacy.secure is not None:
             raise ValueError(
@@ -507,7 +507,7 @@ class Federated(Strategy):
         whose = []
         if self._measured_on(task) is not None:
             whose.append("client")
-            algorithm = self.hooks(task, model, self.count(task) or 1)
+            algorithm = self.algorithm_for(task, model, self.count(task) or 1)
             if self.fine_tune or type(algorithm).own is not Algorithm.own:
                 whose.append("personal")
         if conditions is not None:
