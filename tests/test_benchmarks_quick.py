@@ -27,6 +27,7 @@ HELPERS = {"figures", "gpu_steps", "measured", "outcome", "pages", "rounds", "wa
 
 QUICK = {
     "accountant": "",
+    "adapters": "--quick",
     "admm": "--data DATA/mnist --rounds 2 --rates 0.1 --rhos 0.1",
     "alignment": "--ids 20",
     "all_reduce": "--quick --ranks 2 --sizes 4K 64K 1M",

@@ -19,6 +19,7 @@ ASKED: dict[Part, Any] = {
     "ema": 0.9,
     "compile": True,
     "unfreeze": {"0.*": 1},
+    "adapter": "lora:2:.*:16",
 }
 WORLDS: dict[Kind, dure.World] = {
     "ranks": dure.Processes(1),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dure.collectives.compression import PowerSGD as PowerSGD
     from dure.collectives.compression import Sign as Sign
     from dure.collectives.compression import TopK as TopK
+    from dure.contracts.adapter import LoRA as LoRA
     from dure.contracts.metric import SumMetric as SumMetric
     from dure.contracts.own_loss import OwnLoss as OwnLoss
     from dure.contracts.stop import Stop as Stop
@@ -156,6 +157,7 @@ _WHERE = {
     "Strategy": "dure.contracts.strategy",
     "World": "dure.contracts.strategy",
     "Task": "dure.contracts.task",
+    "LoRA": "dure.contracts.adapter",
     "HeadTask": "dure.tasks.parts",
     "TailTask": "dure.tasks.parts",
     "joined": "dure.tasks.parts",

@@ -158,6 +158,9 @@ class LearningOptions:
         compile: torch's backend that compiles the model, such as inductor.
         unfreeze: NAME=STEP, such as body.*=100: parameters that are frozen before that step of the
             optimizer, or round; several are possible.
+        adapter: lora:RANK:TARGETS:ALPHA, such as lora:8:q_proj|v_proj:16: low-rank adapters are
+            trained, and the model is frozen; then stack, svd, factors, freeze-a, rslora or
+            train=NAMES.
         validation: share of the training data, such as 0.1, that is not trained on and that chooses
             the best model (best.safetensors).
     """
@@ -167,12 +170,13 @@ class LearningOptions:
     ema: float | None = None
     compile: str | None = None
     unfreeze: tuple[str, ...] = ()
+    adapter: str | None = None
     validation: float | None = None
 
     def of(self, task: Task) -> Task:
         """Return the task with these options in place of its own."""
         given: dict[str, Any] = {}
-        for name in ("clip_norm", "precision", "ema", "compile", "validation"):
+        for name in ("clip_norm", "precision", "ema", "compile", "adapter", "validation"):
             if getattr(self, name) is not None:
                 given[name] = getattr(self, name)
         if self.unfreeze:

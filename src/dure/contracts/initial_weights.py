@@ -68,9 +68,14 @@ def load_initial_weights(model: nn.Module, path: Path) -> None:
     _check_values(model, path)
 
 
+def holds_adapters(path: Path) -> bool:
+    """Return whether the weights in `path` are of a model with adapters (`Task.adapter`)."""
+    return any(".lora_A." in name for name in stored_in(path))
+
+
 def warn_of_drawn(model: nn.Module, path: Path) -> None:
     """Warn about tensors of the model that are not in the files, and the reverse."""
-    fit = assign_weights(model, path)
+    fit = assign_weights(model, path, without_adapters=not holds_adapters(path))
     if fit.drawn:
         warn(
             f"{path} does not have {_listed(fit.drawn)} of the model: they are initialised at "
@@ -80,12 +85,21 @@ def warn_of_drawn(model: nn.Module, path: Path) -> None:
         warn(f"{path} has {_listed(fit.left_out)}, which the model does not have: they are ignored")
 
 
-def assign_weights(model: nn.Module, path: Path) -> WeightAssignment:
+def assign_weights(
+    model: nn.Module, path: Path, without_adapters: bool = False
+) -> WeightAssignment:
     """Return the assignment of the files' tensors to the model's.
 
-    Raises ValueError if they do not fit.
+    without_adapters: whether names are those of the model before it had adapters. Raises ValueError
+    if the tensors do not fit.
     """
     tensors = _tensors_of(model)
+    if without_adapters:
+        tensors = {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in tensors.items()
+            if ".lora_" not in name
+        }
     stored = stored_in(path)
     fit = _exact(tensors, stored)
     library = _library_in(model) if fit.missing or fit.unexpected else None

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from dure.arguments import CheckedSettings
 from dure.collectives.group import Group
 from dure.contracts.channels import Channels, HostedRun
-from dure.contracts.initial_weights import load_initial_weights
+from dure.contracts.initial_weights import holds_adapters, load_initial_weights
 from dure.contracts.page import Page
 from dure.contracts.stop import Stop
 from dure.contracts.task import Task
@@ -675,9 +675,27 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
         )
     model = unwrap_compiled(model)
     make_writable(model)
+    # Weights of an adapted model, such as a run's, have the names of its adapters.
+    adapted = task.weights is not None and holds_adapters(task.weights)
+    if adapted:
+        _adapt(model, task, seed)
     if task.weights is not None:
         load_initial_weights(model, task.weights)
+    if not adapted:
+        _adapt(model, task, seed)
     return compile_in_place(model, task.compile)
+
+
+def _adapt(model: nn.Module, task: Task, seed: int) -> None:
+    """Add the task's adapters, if any, drawn under the run's seed."""
+    if task.adapter is None:
+        return
+    before = generators_state()
+    try:
+        seed_generators(seed, "adapter")
+        task.adapter.apply(model)
+    finally:
+        restore_generators(before)
 
 
 def unused_copy(model: nn.Module, task: Task, seed: int) -> nn.Module:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dure import catalog
 from dure.arguments import SuggestsArguments, check_path
+from dure.contracts.adapter import LoRA, adapter_of
 from dure.contracts.lr_schedule import LRSchedule
 from dure.contracts.metric import Metric, check_metrics
 from dure.contracts.own_loss import KeywordModelFactory, OwnLoss
@@ -130,6 +131,8 @@ class Task(SuggestsArguments, common=True):
         None: inputs are passed to the model unchanged.
     trainer: trainers of another library, which train the clients of a federation in place of dure's
         own loop (`dure.client.patch`, `dure.simulate`); None is dure's loop.
+    adapter: low-rank adapters that are trained in place of the model's own weights, which are
+        frozen: `dure.LoRA(rank=8, targets="q_proj|v_proj")`, or its text. None trains the model.
     """
 
     model: Callable[[], nn.Module]
@@ -153,6 +156,7 @@ class Task(SuggestsArguments, common=True):
     validation: Any = None
     show_examples: bool = False
     dtype: torch.dtype | None = None
+    adapter: LoRA | None = None
     parse: Callable[[Any], Any] | None = None
     trainer: ClientTrainers | None = field(default=None, compare=False)
 
@@ -213,6 +217,7 @@ class Task(SuggestsArguments, common=True):
                 f"Task(dtype={self.dtype!r}) has to be a floating-point dtype, such as "
                 f"torch.float32"
             )
+        object.__setattr__(self, "adapter", adapter_of(self.adapter))
         check_learning(self)
         if self.metrics is not None:
             check_metrics(self.metrics)
@@ -236,6 +241,13 @@ class Task(SuggestsArguments, common=True):
             examples = getattr(self, name)
             if isinstance(examples, (DatasetExamples, RankDataFactory)):
                 object.__setattr__(self, name, examples.with_labels())
+
+    def new_model(self) -> nn.Module:
+        """Return a new model with the task's adapter: the factory for `dure.load_run`."""
+        model = self.model()
+        if self.adapter is not None:
+            self.adapter.apply(model)
+        return model
 
     def on(self, device: torch.device) -> Self:
         """Return the task for a model on `device`: the tensors of its loss are moved there."""

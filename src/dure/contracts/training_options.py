@@ -9,6 +9,7 @@ The options are fields of a `Task`, the same for every system, so that systems a
     ema          e <- ema · e + (1 - ema) · w after every step, or round; e is evaluated
     compile      torch's compiler compiles the calls of the model
     unfreeze     parameters that stay frozen before a step
+    adapter      low-rank factors are trained, and the model's own weights are frozen
 
 A strategy declares the supported options (`Strategy.trains_with`). An unsupported option is refused
 by name before training begins, and never ignored.
@@ -26,9 +27,11 @@ from typing import Any, Literal, Protocol, get_args
 
 from torch import nn
 
+from dure.contracts.adapter import LoRA
+
 Precision = Literal["full", "bf16", "fp16"]
 
-Part = Literal["clip_norm", "precision", "ema", "compile", "unfreeze"]
+Part = Literal["clip_norm", "precision", "ema", "compile", "unfreeze", "adapter"]
 
 PARTS: tuple[Part, ...] = get_args(Part)
 """Fields of a task that a strategy has to support."""
@@ -42,6 +45,7 @@ _UNASKED: Mapping[Part, Any] = {
     "ema": None,
     "compile": False,
     "unfreeze": None,
+    "adapter": None,
 }
 
 
@@ -58,6 +62,8 @@ class HasTrainingOptions(Protocol):
     def compile(self) -> bool | str: ...
     @property
     def unfreeze(self) -> Mapping[str, int] | None: ...
+    @property
+    def adapter(self) -> LoRA | None: ...
 
 
 def training_options_of(task: HasTrainingOptions) -> dict[Part, Any]:
@@ -68,6 +74,8 @@ def training_options_of(task: HasTrainingOptions) -> dict[Part, Any]:
         "ema": task.ema,
         "compile": task.compile,
         "unfreeze": None if task.unfreeze is None else dict(task.unfreeze),
+        # As text, which run folders hold and which `Task` reads.
+        "adapter": None if task.adapter is None else str(task.adapter),
     }
     return {name: value for name, value in values.items() if value != _UNASKED[name]}
 

@@ -185,6 +185,10 @@ class Algorithm:
         """
         return trained[0].delta, (), memory
 
+    def sent_buffers(self, result: JobResult, assignment: Assignment) -> Sequence[Tensor]:
+        """Return the buffers that the client sends, by default those of its trained model."""
+        return result.buffers
+
     def own(
         self, shared: Sequence[Tensor], memory: ClientMemory | None
     ) -> PersonalisedModel | None:

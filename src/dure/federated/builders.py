@@ -28,7 +28,6 @@ from dure.data.partition.natural_key import unowned_keys
 from dure.data.size import example_bytes
 from dure.errors import warn
 from dure.federated import protections
-from dure.federated.algorithm import algorithm_inputs_of
 from dure.federated.client.clients import FederatedClients, MakeEngine, UpdateCallback
 from dure.federated.client.evaluation import ClientEvaluator
 from dure.federated.client.poisoning import poisoned
@@ -168,7 +167,7 @@ def build_server(
         task=task,
         model=model,
         test=test,
-        algorithm=strategy.algorithm(algorithm_inputs_of(task, model, clients)),
+        algorithm=strategy.algorithm_for(task, model, clients),
         rule=rule,
         optimizer=strategy.optimizer(),
         pacing=pacing,
@@ -262,7 +261,7 @@ def message_layout(
 ) -> ModelLayout:
     """Return the names under which the tensors of the model's messages travel."""
     flat = FlatParameters(unused_copy(model, task, 0))
-    shared = strategy.algorithm(algorithm_inputs_of(task, model, clients)).shared(flat.copy())
+    shared = strategy.algorithm_for(task, model, clients).shared(flat.copy())
     return ModelLayout(_names(flat, shared), BufferNames(model).names)
 
 
@@ -421,7 +420,7 @@ def _clients(
         examples, own = poisoned(examples, own, lying(0), attack)
     # Attackers report losses on their spoilt examples too.
     losses = partial(personal.losses, examples)
-    algorithm = strategy.algorithm(algorithm_inputs_of(task, model, len(own)))
+    algorithm = strategy.algorithm_for(task, model, len(own))
     # Without a reader of single updates, an engine need not form them. Readers are: attacks, which
     # forge updates; `answer` and `step`, which may read them; user-level clipping, which bounds
     # each update; and the recorder, which writes them.

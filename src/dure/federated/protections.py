@@ -20,7 +20,7 @@ from dure.contracts.task import Task
 from dure.data.partition import NaturalKey, Partition
 from dure.errors import warn
 from dure.federated.aggregate import Aggregator
-from dure.federated.algorithm import Algorithm, AlgorithmInputs, algorithm_inputs_of
+from dure.federated.algorithm import Algorithm
 from dure.federated.client.clients import LocalWork
 from dure.federated.privacy.example_level import ExampleAccount, check_own_noise
 from dure.federated.privacy.privacy_settings import NOTHING, Privacy
@@ -84,7 +84,7 @@ class ProtectionSettings(Protocol):
     @property
     def partition(self) -> Partition: ...
 
-    def algorithm(self, start: AlgorithmInputs) -> Algorithm: ...
+    def algorithm_for(self, task: Task, model: nn.Module, clients: int) -> Algorithm: ...
     def rule(self) -> Aggregator: ...
     def work(self) -> LocalWork: ...
 
@@ -150,7 +150,7 @@ def secure_rounds_of(
         grouping_of,
     )
 
-    algorithm = strategy.algorithm(algorithm_inputs_of(task, model, clients))
+    algorithm = strategy.algorithm_for(task, model, clients)
     clips = _clipping(strategy, task, model, algorithm)
     run = SIMULATED if context.network is None else str(context.config.get("run", ""))
     groups, of_means = grouping_of(rule)
@@ -191,7 +191,7 @@ def private_rounds_of(
         user,
         strategy,
         model=copy,
-        algorithm=strategy.algorithm(algorithm_inputs_of(task, copy, len(sizes))),
+        algorithm=strategy.algorithm_for(task, copy, len(sizes)),
         sizes=sizes,
         keyed=isinstance(strategy.partition, NaturalKey),
         once=carrier.once,

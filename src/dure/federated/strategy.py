@@ -27,6 +27,7 @@ from dure.data.client_holdout import HeldOutOrder, split_held_out
 from dure.data.partition import IID, ClientParts, Partition, PartitionDescription, describe
 from dure.data.sampling import SEPARATE_SAMPLING, SamplingRequest
 from dure.federated import aggregate, builders
+from dure.federated.adapters import check_adapter, with_adapter
 from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.algorithm import Algorithm, AlgorithmInputs, algorithm_inputs_of
 from dure.federated.client.clients import LocalWork
@@ -228,6 +229,11 @@ class Federated(Strategy):
 
     # Implementation that all subclasses share
 
+    def algorithm_for(self, task: Task, model: nn.Module, clients: int) -> Algorithm:
+        """Return the algorithm for the task's model, which may have an adapter."""
+        inner = self.algorithm(algorithm_inputs_of(task, model, clients))
+        return with_adapter(inner, task, model)
+
     @property
     def protects(self) -> bool:
         return self.privacy != NOTHING
@@ -381,6 +387,10 @@ class Federated(Strategy):
             raise ValueError(f"ema: {DIVIDED_MODEL_WITHOUT_EMA}; leave it out")
         if self.privacy.example is not None:
             check_layers(model)
+        if task.adapter is not None:
+            clients = self.count(task) or 1
+            inner = self.algorithm(algorithm_inputs_of(task, model, clients))
+            check_adapter(self, task, inner, clients)
         if self.privacy != NOTHING:
             self._check_hooks(task, model)
         # A server without data leaves the check to its clients.
@@ -393,7 +403,7 @@ class Federated(Strategy):
 
     def _check_hooks(self, task: Task, model: nn.Module) -> None:
         """Raise ValueError for hooks that need updates which the privacy hides."""
-        algorithm = self.algorithm(algorithm_inputs_of(task, model, self.count(task) or 1))
+        algorithm = self.algorithm_for(task, model, self.count(task) or 1)
         own = f"{type(algorithm).__name__} of {self.name}"
         if algorithm.has_own_step and self.privacy.secure is not None:
             raise ValueError(
@@ -496,7 +506,7 @@ class Federated(Strategy):
             start = algorithm_inputs_of(task, model, clients)
         except Exception:
             return None
-        return self.algorithm(start)
+        return with_adapter(self.algorithm(start), task, model)
 
     def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
         """Return the names of all metrics: on the test data, and measured by clients."""
@@ -504,7 +514,7 @@ class Federated(Strategy):
         whose = []
         if self._measured_on(task) is not None:
             whose.append("client")
-            algorithm = self.algorithm(algorithm_inputs_of(task, model, self.count(task) or 1))
+            algorithm = self.algorithm_for(task, model, self.count(task) or 1)
             if self.fine_tune or type(algorithm).own is not Algorithm.own:
                 whose.append("personal")
         if conditions is not None:

@@ -38,7 +38,9 @@ from dure.parameter_server.tables import EmbeddingTable
 from dure.tasks.unused_parameters import parameters_without_gradient
 from dure.tensors.flat import by_dtype, check_no_shared_memory, trainable_parameters
 
-TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "precision", "compile", "unfreeze"})
+TRAINS_WITH: frozenset[Part] = frozenset(
+    {"clip_norm", "precision", "compile", "unfreeze", "adapter"}
+)
 """Optional parts of a task that workers of parameter servers support."""
 
 CANNOT: Mapping[Part, str] = {

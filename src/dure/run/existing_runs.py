@@ -57,7 +57,7 @@ def ended_run(folder: Path, task: Task | str | None = None) -> Run:
 
     Raises RunFolderError if the folder has no ended run.
     """
-    return load_run(folder, task_of(folder, task).model)
+    return load_run(folder, task_of(folder, task).new_model)
 
 
 def resume_comparison(

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from dure.contracts.adapter import LoRA
 from dure.contracts.strategy import Strategy, World
 from dure.contracts.task import Task
 from dure.contracts.training_options import PARTS, Part, check_unfrozen, training_options_of
@@ -27,6 +28,7 @@ def _asking(task: Task) -> list[Task]:
 def check_can(task: Task, strategy: Strategy, world: World) -> None:
     """Raise ValueError for the first learning option that the strategy does not support here."""
     for one in _asking(task):
+        _check_ranks(one.adapter, world)
         for part, value in training_options_of(one).items():
             why = _unserved(part, strategy) if world.serves else None
             why = why or strategy.cannot(part, world.kind)
@@ -35,6 +37,14 @@ def check_can(task: Task, strategy: Strategy, world: World) -> None:
                     f"{type(strategy).__name__} cannot train with {part}={value!r}: {why}; leave "
                     f"it out"
                 )
+
+
+def _check_ranks(adapter: LoRA | None, world: World) -> None:
+    """Raise ValueError for ranks of clients in a world without clients."""
+    if adapter is not None and adapter.has_unlike_ranks and world.kind != "clients":
+        raise ValueError(
+            f"LoRA(rank={adapter.rank}) has a rank for each client of a federation: give one rank"
+        )
 
 
 def _unserved(part: Part, strategy: Strategy) -> str | None:

@@ -82,7 +82,7 @@ def predict(
         RunFolderError: for a folder without a complete model.
     """
     whole = task_of(folder, task)
-    run = load_run(folder, whole.model)
+    run = load_run(folder, whole.new_model)
     elsewhere = run.summary.get("weights_elsewhere")
     if elsewhere:
         raise RunFolderError(

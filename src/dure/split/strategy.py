@@ -74,6 +74,7 @@ CANNOT: Mapping[Part, str] = {
     "precision": "values and gradients at the cut have the precision of the weights",
     "ema": "no side has the whole model to average",
     "compile": "no side calls the whole model, which would be compiled",
+    "adapter": "a cut divides the layers of the model by their names, which adapters change",
 }
 """Parts of a task that a divided model does not support, with the reasons."""
 

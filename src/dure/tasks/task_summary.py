@@ -45,7 +45,7 @@ def trains_of(task: Task, model: nn.Module) -> TaskDescription:
     )
 
 
-CLIENT_LEARNING: frozenset[Part] = frozenset({"clip_norm", "precision", "unfreeze"})
+CLIENT_LEARNING: frozenset[Part] = frozenset({"clip_norm", "precision", "unfreeze", "adapter"})
 """Learning options that clients execute, so that all clients must agree on them.
 
 A moving average of the weights is the server's, and each site compiles for itself.

@@ -595,7 +595,7 @@ class FederatedClients:
             samples=first.samples,
             loss=first.loss,
             delta=delta,
-            buffers=first.buffers,
+            buffers=self.algorithm.sent_buffers(first, asked),
             extra=extra,
             counted=first.counted,
             steps=jobs[0].steps if first.steps is None else first.steps,

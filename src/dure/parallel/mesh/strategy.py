@@ -116,7 +116,7 @@ from dure.tensors.optimizer_state import free_optimizer
 ALL_VALUES = (1 << 48) - 1
 """Bit mask of all values that the last stage may receive: 48 bits, which a float64 represents."""
 
-TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "ema", "unfreeze"})
+TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "ema", "unfreeze", "adapter"})
 """Parts of learning that a task may request and that ranks of a mesh support."""
 
 

@@ -43,6 +43,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from dure.contracts.adapter import is_adapted
 from dure.parallel.tensor.divided import is_transposed
 from dure.parallel.tensor.plan import Column, DivisionPlan, PlanEntry, Row
 
@@ -78,6 +79,14 @@ _FUNCTIONS = {
 
 _METHODS = {"relu", "tanh", "sigmoid"}
 
+
+class _Tracer(fx.Tracer):
+    """Tracer for which an adapted layer is a single layer."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return is_adapted(m) or super().is_leaf_module(m, module_qualified_name)
+
+
 Chain: TypeAlias = Sequence[str]
 """Names of linear layers, in order."""
 
@@ -109,7 +118,7 @@ def traced_chains(model: nn.Module) -> list[list[str]]:
     Raises ValueError if `torch.fx` cannot trace the model.
     """
     try:
-        graph = fx.Tracer().trace(model)
+        graph = _Tracer().trace(model)
     # The user's code may raise any error with the tracer's proxies.
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -169,7 +178,8 @@ def _places(layers: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Return whether a layer is a linear layer that can be divided."""
+    """Return whether a layer is a linear layer that can be divided, with its adapter if any."""
+    layer = layer.base_layer if is_adapted(layer) else layer  # type: ignore[assignment]
     try:
         is_transposed(layer)
     except ValueError:

@@ -23,6 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dure.collectives.group import Group
+from dure.parallel.tensor.adapted import with_adapters
 from dure.parallel.tensor.changes import Tensors
 from dure.parallel.tensor.divided import DividedLayer, DividedTensors, mark_parts, parts_of
 from dure.parallel.tensor.functions import LengthError
@@ -131,7 +132,7 @@ def _found(model: nn.Module, plan: DivisionPlan) -> list[tuple[str, PlanEntry]]:
     found: list[tuple[str, PlanEntry]] = []
     for pattern, kinds in plan.items():
         found += _matches(model, pattern, kinds)
-    return found
+    return with_adapters(model, found)
 
 
 def _made(
