@@ -309,7 +309,14 @@ class ClientAssignment:
         return moved
 
 
+_WRAPPERS = ("_FabricModule", "DistributedDataParallel")
+"""Classes of modules around the user's module, which they have as `module`."""
+
+
 def _named(model: Any) -> Mapping[str, Any]:
+    # Wrappers of Lightning Fabric and of torch name the tensors otherwise.
+    if isinstance(model, nn.Module) and type(model).__name__ in _WRAPPERS:
+        model = model.module
     if isinstance(model, nn.Module):
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if isinstance(model, Mapping):

@@ -64,7 +64,9 @@ def task_from_trainer(
     }
     if "optimizer" not in changes:
         fields["optimizer"] = TrainerOptimizer.of(trainer)
-    if "lr_schedule" not in changes:
+    # A server without data trains nothing: its clients have the schedule.
+    serves = "train" in changes and changes["train"] is None
+    if "lr_schedule" not in changes and not serves:
         fields["lr_schedule"] = schedule_of(trainer)
     if "metrics" not in changes:
         fields["metrics"] = metrics_of(trainer)

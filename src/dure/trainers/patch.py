@@ -25,6 +25,8 @@ from dure.trainers.libraries import known
 from dure.trainers.ranks import RankedTrainer, follow, ranks
 from dure.trainers.sources import OneTrainer
 
+__all__ = ["patch"]
+
 Trainer = TypeVar("Trainer")
 
 
