@@ -135,7 +135,7 @@ def _check_styles(model: nn.Module, styles: Sequence[_Style]) -> None:
     for each in styles:
         if each.style not in _ENTRIES:
             raise ValueError(
-                f"{of} has the style {each.style} for {each.pattern}, which plans of dure do not "
+                f"{of} has the style {each.style!r} for {each.pattern}, which plans of dure do not "
                 "express: train with zero, or write a plan"
             )
 
@@ -169,7 +169,7 @@ def _entries(
         path, _, own = name.rpartition(".")
         if each.style != "colwise":
             raise ValueError(
-                f"Hugging Face's plan for a {type(model).__name__} has the style {each.style} for "
+                f"Hugging Face's plan for a {type(model).__name__} has the style {each.style!r} for "
                 f"the parameter {name}, which plans of dure do not express: write a plan"
             )
         # Rows of a matrix as torch stores it; the only dimension of a vector.
