@@ -382,28 +382,41 @@ def main() -> None:
     parser.add_argument(
         "--table-of", type=Path, metavar="FILE", help="a result; trains nothing, and writes --page"
     )
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="rows so far, one a line: for interrupted runs"
+    )
     takes_result(parser)
     asked = parser.parse_args()
     if asked.table_of is not None:
         rows = json.loads(asked.table_of.read_text())["rows"]
     else:
-        rows = measured(QUICK if asked.quick else asked.families, asked.result)
+        rows = measured(QUICK if asked.quick else asked.families, asked.rows, asked.result)
     if asked.page is not None:
         before, mark, rest = asked.page.read_text().partition("<!-- table -->\n")
         _, end, after = rest.partition("<!-- end of table -->\n")
         asked.page.write_text(f"{before}{mark}\n{table(rows)}\n\n{end}{after}")
 
 
-def measured(names: list[str] | None, result: Path | None) -> list[JSON]:
-    """Try the families of these names, or all, and write the result."""
+def measured(names: list[str] | None, file: Path | None, result: Path | None) -> list[JSON]:
+    """Try the families of these names, or all, and write the result.
+
+    file: rows of families that were tried before, to which new ones are added.
+    """
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    rows = []
-    for family in families():
-        if names is None or family.name in names:
-            row = tried(family)
-            rows.append(row)
-            print(json.dumps(row), file=sys.stderr, flush=True)
+    chosen = [each for each in families() if names is None or each.name in names]
+    found = _rows(file)
+    for family in chosen:
+        # Another process may have tried it in the meantime.
+        found |= _rows(file)
+        if family.name in found:
+            continue
+        found[family.name] = row = tried(family)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        if file is not None:
+            with file.open("a") as stream:
+                stream.write(json.dumps(row) + "\n")
+    rows = [found[family.name] for family in chosen]
     head = {"benchmark": "hugging_face_plans", "transformers": transformers.__version__}
     works = {
         system: sum(row["systems"].get(system, {}).get("works", False) for row in rows)
@@ -415,6 +428,14 @@ def measured(names: list[str] | None, result: Path | None) -> list[JSON]:
         indent=1,
     )
     return rows
+
+
+def _rows(file: Path | None) -> dict[str, JSON]:
+    """Return the rows of a file, by family."""
+    if file is None or not file.exists():
+        return {}
+    rows = [json.loads(each) for each in file.read_text().splitlines()]
+    return {row["family"]: row for row in rows}
 
 
 if __name__ == "__main__":
