@@ -18,7 +18,8 @@ the largest difference. A family without a tiny model has the error of transform
 Models of Hugging Face compute norms and softmax in float32, which hides differences: here they get
 float64 wherever they ask for float32.
 
-`--page docs/hugging-face-plans.md` writes the table of a result into the page.
+`--page docs/hugging-face-plans.md` writes the table into the page, `--table-of FILE` that of an
+older result.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ import torch._export.non_strict_utils
 import torch.export._trace
 import transformers
 from outcome import give, takes_result
+from pages import fill, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -337,18 +339,18 @@ def outcome(
     return {"works": True, "difference": apart}
 
 
-def table(rows: list[JSON]) -> str:
+def page(result: JSON) -> str:
     """Return the page's table: systems that train a family, or the number of the reason."""
+    rows = result["rows"]
     reasons: dict[str, int] = {}
+    cells = [[_cell(row, system, reasons) for system in SYSTEMS] for row in rows]
+    counts = [str(sum(cell == "yes" for cell in column)) for column in zip(*cells, strict=True)]
     lines = [
-        "| family | model | " + " | ".join(SYSTEMS) + " |",
-        "| --- | --- |" + " --- |" * len(SYSTEMS),
+        [f"{row['family']} ({row['model']})", *own] for row, own in zip(rows, cells, strict=True)
     ]
-    for row in rows:
-        cells = [_cell(row, system, reasons) for system in SYSTEMS]
-        lines.append(f"| {row['family']} | {row['model']} | " + " | ".join(cells) + " |")
+    head = [f"{len(rows)} families of transformers {result['transformers']}", *SYSTEMS]
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join([*lines, "", "Reasons:", "", *notes])
+    return "\n".join([table(head, [["works", *counts], *lines]), "", "Reasons:", "", *notes])
 
 
 def _cell(row: JSON, system: str, reasons: dict[str, int]) -> str:
@@ -388,16 +390,14 @@ def main() -> None:
     takes_result(parser)
     asked = parser.parse_args()
     if asked.table_of is not None:
-        rows = json.loads(asked.table_of.read_text())["rows"]
+        found = json.loads(asked.table_of.read_text())
     else:
-        rows = measured(QUICK if asked.quick else asked.families, asked.rows, asked.result)
+        found = measured(QUICK if asked.quick else asked.families, asked.rows, asked.result)
     if asked.page is not None:
-        before, mark, rest = asked.page.read_text().partition("<!-- table -->\n")
-        _, end, after = rest.partition("<!-- end of table -->\n")
-        asked.page.write_text(f"{before}{mark}\n{table(rows)}\n\n{end}{after}")
+        fill(asked.page, {"families": page(found)})
 
 
-def measured(names: list[str] | None, file: Path | None, result: Path | None) -> list[JSON]:
+def measured(names: list[str] | None, file: Path | None, result: Path | None) -> JSON:
     """Try the families of these names, or all, and write the result.
 
     file: rows of families that were tried before, to which new ones are added.
@@ -417,17 +417,14 @@ def measured(names: list[str] | None, file: Path | None, result: Path | None) ->
             with file.open("a") as stream:
                 stream.write(json.dumps(row) + "\n")
     rows = [found[family.name] for family in chosen]
-    head = {"benchmark": "hugging_face_plans", "transformers": transformers.__version__}
     works = {
         system: sum(row["systems"].get(system, {}).get("works", False) for row in rows)
         for system in SYSTEMS
     }
-    give(
-        {**head, "torch": torch.__version__, "families": len(rows), "works": works, "rows": rows},
-        result,
-        indent=1,
-    )
-    return rows
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    done = {"benchmark": "hugging_face_plans", **versions, "works": works, "rows": rows}
+    give(done, result, indent=1)
+    return done
 
 
 def _rows(file: Path | None) -> dict[str, JSON]:
