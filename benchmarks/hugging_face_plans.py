@@ -57,7 +57,7 @@ CLOSE = 1e-10
 BATCH = 4
 LENGTH = 8
 SYMBOLS = 40
-LARGE = 4_000_000
+LARGE = 9_000_000
 """Numbers of a model that is not tiny."""
 
 SYSTEMS: dict[str, tuple[dure.Strategy, int]] = {
@@ -149,7 +149,9 @@ ELSE: dict[str, dict[str, Any]] = {
     "cosmos3_edge_text": {"rope_parameters": POSITIONS},
     "dots3_note_text": {"num_key_value_heads": 4},
     "esmc": {"num_key_value_heads": 4},
-    "glm5_next_text": {"num_key_value_heads": 4},
+    "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 4},
+    "hunyuan_vl_text": {"rope_parameters": POSITIONS},
+    "hy_v4_vl_text": {"rope_parameters": {**POSITIONS, "mrope_section": [1, 1, 0]}},
     "glm4v_text": {"rope_parameters": POSITIONS},
     "glm_image_text": {"rope_parameters": POSITIONS},
     "glm_ocr_text": {"rope_parameters": POSITIONS},
