@@ -68,3 +68,9 @@ def test_the_study_of_families_compares_equal_steps_and_passes() -> None:
             assert row["rounds"] == row["steps"] == steps["single worker"]
     table = functions_of(BENCHMARKS / "study_families.py")["families_table"](rows)
     assert table in (BENCHMARKS.parent / "docs" / "study-families.md").read_text()
+
+
+def test_the_table_of_families_of_hugging_face_is_that_of_its_result() -> None:
+    result = json.loads((BENCHMARKS / "results" / "hugging_face_plans.json").read_text())
+    page = functions_of(BENCHMARKS / "hugging_face_plans.py")["page"](result)
+    assert page in (BENCHMARKS.parent / "docs" / "hugging-face-plans.md").read_text()

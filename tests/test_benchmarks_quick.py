@@ -49,6 +49,7 @@ QUICK = {
     "fedavg_paper": "--data DATA --rows 2nn/iid/0.1/1/none --rates 0.1 --seconds 5",
     "federated_simulation": "--quick --only digits",
     "gradient_descent": "--quick --seeds 1",
+    "hugging_face_plans": "--quick",
     "local_training": "--repeat 1 --scale 0.01",
     "offload": "--limit 600MB --width 64 --layers 2 --steps 2",
     "parameter_server": "--quick --only host",

@@ -152,8 +152,8 @@ class Parallel(Strategy):
         sequence: tensor neighbours hold shards of the sequence between the layers that they divide.
         zero: 1 divides the optimizer's state over the ranks of a data group; with a single stage 2
             divides the gradients too, 3 the parameters too.
-        plan: division of the layers (docs/tensor-parallel.md): ready (the model's own), rows,
-            columns or alternating (of a chain of linear layers), or a plan of your own.
+        plan: division of the layers (docs/tensor-parallel.md): ready (dure's own), hf (Hugging
+            Face's), rows, columns or alternating (of chains of linear layers), or your own plan.
         offload: tensors in files while they are not needed, such as optimizer,activations: of
             optimizer and activations.
         offload_folder: folder of these files, on a disk; by default the first usual folder on a

@@ -50,8 +50,8 @@ class TensorParallel(Strategy):
         batch_size: examples of a step; None is all the data.
         sequence: between divided layers ranks hold shards of the sequence (reduce-scatter and
             all-gather in place of all-reduce).
-        plan: division of the layers (docs/tensor-parallel.md): ready (the model's own), rows,
-            columns or alternating (of a chain of linear layers), or a plan of your own.
+        plan: division of the layers (docs/tensor-parallel.md): ready (dure's own), hf (Hugging
+            Face's), rows, columns or alternating (of chains of linear layers), or your own plan.
         offload: tensors in files while they are not needed, such as optimizer,activations: of
             optimizer and activations.
         offload_folder: folder of these files, on a disk; by default the first usual folder on a

@@ -23,6 +23,8 @@
     `proof`        comparison of a plan with the undivided model
     `chain_plans` plans for chains of linear layers: by rows, by columns, alternating
     `builtin_plans`   plans for models whose layers are known
+    `hf_models`       the same for models of Hugging Face
+    `hf_plan`         Hugging Face's own plans, converted
     `state`           the state dict of the whole model, and the norm of its gradient
 
 The strategy for `dure.train` is `dure.parallel.mesh.tensor_parallel`.

@@ -2,9 +2,7 @@
 
     dure's Transformer          query, key and value in a single matrix; output layer tied to the
                                 embedding, or not
-    GPT-2 of Hugging Face       the same, in Conv1D
-    Llama of Hugging Face       grouped queries: heads of keys and values are divided as well, and
-                                shared by neighbours if there are fewer heads than ranks; gated MLP
+    models of Hugging Face      GPT-2, Llama, BERT, OPT, T5, ViT and Whisper (`hf_models`)
     nn.Sequential, dure's TwoNN linear layers in pairs, a column-parallel and a row-parallel layer
 
 A transformer's layer enters and leaves twice, for its attention and its MLP: two all-reduces of
@@ -25,9 +23,11 @@ from torch import nn
 
 from dure.parallel.tensor.attributes import Attributes
 from dure.parallel.tensor.chain_plans import chain_plan, chains_of, is_sequential, pairs
-from dure.parallel.tensor.changes import Cut, Enter, Join, OnShards, OwnDraws
+from dure.parallel.tensor.changes import Cut, OnShards, OwnDraws
+from dure.parallel.tensor.hf_models import plan_by_class
+from dure.parallel.tensor.hf_plan import hugging_face_plan
 from dure.parallel.tensor.plan import Column, DivisionPlan, Output, PlanEntry, Row, Vocabulary
-from dure.parallel.tensor.written_plan import TensorPlan
+from dure.parallel.tensor.written_plan import HUGGING_FACE, TensorPlan
 from dure.tasks.models import Transformer, TwoNN
 
 
@@ -42,11 +42,9 @@ def plan_for(
     """
     if isinstance(model, Transformer):
         return _transformer(model, sequence, gather_scores)
-    # Classes of Hugging Face are known by name, so that transformers need not be installed.
-    kinds = {f"{each.__module__}.{each.__name__}" for each in type(model).__mro__}
-    for kind, (prefix, make) in _HUGGING_FACE.items():
-        if kind in kinds:
-            return make(model, prefix, sequence, gather_scores)
+    by_class = plan_by_class(model, sequence, gather_scores)
+    if by_class is not None:
+        return by_class
     layers = model.layers if isinstance(model, TwoNN) else model
     if isinstance(layers, nn.Sequential) and is_sequential(layers) and not sequence:
         return _pairs(layers, "" if layers is model else "layers.")
@@ -71,6 +69,8 @@ def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> DivisionPlan:
         )
     if own.entries:
         return own.plan
+    if own.named == HUGGING_FACE:
+        return hugging_face_plan(model)
     if own.is_ready:
         return _within(model, lambda module: plan_for(module, sequence=sequence))
     return _within(model, lambda module: chain_plan(own.named, module))
@@ -113,91 +113,6 @@ def _transformer(model: Any, sequence: bool, gather: bool) -> DivisionPlan:
         plan["blocks.*.*_norm"] = plan["norm"] = OnShards()
         plan[""] = OwnDraws()
     return plan
-
-
-def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> DivisionPlan:
-    if model.config.add_cross_attention:
-        raise ValueError(
-            "the built-in plan for GPT-2 does not support cross-attention: write a plan for this "
-            "model"
-        )
-    along = 1 if sequence else None
-    # the width of a head is the unit, so that heads are never cut
-    width = model.config.n_embd // model.config.n_head
-    plan: dict[str, PlanEntry | tuple[PlanEntry, ...]] = {
-        f"{prefix}wte": Vocabulary(),
-        # Hugging Face reshapes queries, keys and values with these, so they count a rank's heads
-        f"{prefix}h.*.attn": Attributes("num_heads", "embed_dim", "split_size"),
-        f"{prefix}h.*.attn.c_attn": Column(blocks=3, unit=width, sequence=along),
-        f"{prefix}h.*.attn.c_proj": Row(unit=width, sequence=along),
-        f"{prefix}h.*.mlp.c_fc": Column(sequence=along),
-        f"{prefix}h.*.mlp.c_proj": Row(sequence=along),
-    }
-    if prefix:
-        # Along a sequence the norm before it joins the shards, so the input has already entered.
-        plan["lm_head"] = Output(gather, enters=not sequence)
-    if sequence:
-        if not prefix:
-            raise ValueError(
-                "the built-in plan with sequence=True needs the output layer of GPT2LMHeadModel"
-            )
-        plan |= _shards_between(f"{prefix}h", norms="ln_*", last=f"{prefix}ln_f")
-    return plan
-
-
-def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> DivisionPlan:
-    along = 1 if sequence else None
-    width = model.get_submodule(f"{prefix}layers.0.self_attn").head_dim
-    keys = model.config.num_key_value_heads
-    # Keys and values: if they have fewer heads than ranks, neighbours share a head.
-    shared = Column(unit=width, enters=False, shares=True)
-    gate = Column(enters=False)
-    plan: dict[str, PlanEntry | tuple[PlanEntry, ...]] = {
-        f"{prefix}embed_tokens": Vocabulary(),
-        f"{prefix}layers.*.self_attn": (
-            Attributes("num_key_value_groups", units=keys),
-            Enter(along),
-        ),
-        f"{prefix}layers.*.self_attn.q_proj": Column(unit=width, enters=False),
-        f"{prefix}layers.*.self_attn.k_proj": shared,
-        f"{prefix}layers.*.self_attn.v_proj": shared,
-        f"{prefix}layers.*.self_attn.o_proj": Row(unit=width, sequence=along),
-        f"{prefix}layers.*.mlp": Enter(along, "x"),
-        f"{prefix}layers.*.mlp.gate_proj": gate,
-        f"{prefix}layers.*.mlp.up_proj": gate,
-        f"{prefix}layers.*.mlp.down_proj": Row(sequence=along),
-    }
-    if prefix:
-        # as for GPT-2
-        plan["lm_head"] = Output(gather, enters=not sequence)
-    if sequence:
-        if not prefix:
-            raise ValueError(
-                "the built-in plan with sequence=True needs the output layer of LlamaForCausalLM"
-            )
-        plan |= _shards_between(f"{prefix}layers", norms="*_layernorm", last=f"{prefix}norm")
-    return plan
-
-
-def _shards_between(
-    layers: str, norms: str, last: str
-) -> dict[str, PlanEntry | tuple[PlanEntry, ...]]:
-    """Return entries for shards of a sequence from the first of `layers` to the `last` norm."""
-    return {
-        f"{layers}.*": OwnDraws(),
-        f"{layers}.0": Cut(1),
-        f"{layers}.*.{norms}": OnShards(),
-        last: (OnShards(), Join(1)),
-    }
-
-
-_HUGGING_FACE: dict[str, tuple[str, Callable[[Any, str, bool, bool], DivisionPlan]]] = {
-    "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": ("transformer.", _gpt2),
-    "transformers.models.gpt2.modeling_gpt2.GPT2Model": ("", _gpt2),
-    "transformers.models.llama.modeling_llama.LlamaForCausalLM": ("model.", _llama),
-    "transformers.models.llama.modeling_llama.LlamaModel": ("", _llama),
-}
-"""Classes of Hugging Face: the prefix of layers' names, and the function that makes the plan."""
 
 
 def _pairs(layers: nn.Sequential, prefix: str) -> DivisionPlan:

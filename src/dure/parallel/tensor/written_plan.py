@@ -4,8 +4,8 @@
     layers.*=Attributes("heads")+OwnDraws()
 
 Patterns and entries are those of `dure.parallel.tensor.plan`, written as in Python, with `+`
-between several entries; `rows`, `columns`, `alternating` and `ready` are plans by name. That module
-is imported only if there is a plan: strategies have the field, but most runs do not use it.
+between several entries; `ready`, `hf`, `rows`, `columns` and `alternating` are plans by name. That
+module is imported only if there is a plan: strategies have the field, but most runs do not use it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 READY = "ready"
 """Text of the built-in plan, the default."""
 
-NAMES = (READY, "rows", "columns", "alternating")
-"""Plans that are known by name; all but the first are in `dure.parallel.tensor.chain_plans`."""
+HUGGING_FACE = "hf"
+"""Text of the plan that Hugging Face gives the model (`dure.parallel.tensor.hf_plan`)."""
+
+NAMES = (READY, HUGGING_FACE, "rows", "columns", "alternating")
+"""Plans that are known by name; the last three are in `dure.parallel.tensor.chain_plans`."""
 
 
 def _known() -> dict[str, Any]:
@@ -40,7 +43,7 @@ class TensorPlan:
     """Division of a model.
 
     entries: patterns with their entries, in order. named: the name of a plan that makes its entries
-    for each model: ready, rows, columns or alternating; otherwise empty.
+    for each model, of `NAMES`; otherwise empty.
     """
 
     entries: tuple[tuple[str, tuple[PlanEntry, ...]], ...]
