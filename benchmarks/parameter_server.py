@@ -42,9 +42,9 @@ sys.path.insert(0, str(Path(__file__).parent / "server_peers"))
 from ends import End
 from exchanges import SERVERS, SIZES
 from rounds import median_ratio, quartiles, turns
-from trainers import BATCH, task_of
 
 import dure
+from trainers import BATCH, task_of
 from two_hosts import ADDRESSES, NoHostsError, two_hosts
 
 JSON = dict[str, Any]
