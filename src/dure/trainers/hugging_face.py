@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,11 @@ class HuggingFaceTrainer:
         self._counts: Counts = counts
         self._tally = RoundTally(trainer, counts)
         self._hook = _RoundCallback(trainer, self._tally)
-        trainer.add_callback(self._hook)
+        self._attached: ExitStack | None = None
         self._loader = trainer.get_train_dataloader
         self._output = Path(trainer.args.output_dir)
         given = trainer.optimizer, trainer.lr_scheduler
         self._given = [None if one is None else copy.deepcopy(one.state_dict()) for one in given]
-        # A model function would draw new weights in each call of `train`.
-        self._model_init, trainer.model_init = trainer.model_init, None
         self._continued: ContinuedTraining | None = None
         if state == "keep":
             self._continued = ContinuedTraining(self.name, self._train)
@@ -104,10 +103,15 @@ class HuggingFaceTrainer:
         return cannot_divide(round, args.train_batch_size, self.accumulated)
 
     def run(self, round: TrainerRound) -> TrainerResult:
-        self._hook.begin(round)
+        self._attach()
         if self._continued is not None:
+            # An error in the middle would end the training of all rounds.
+            if round.look is not None:
+                round.look()
+            self._hook.begin(replace(round, look=None))
             self._continued.run(len(round.batches))
         else:
+            self._hook.begin(round)
             with self._round(round):
                 self._train()
         return self._tally.result()
@@ -115,6 +119,22 @@ class HuggingFaceTrainer:
     def close(self) -> None:
         if self._continued is not None:
             self._continued.close()
+        if self._attached is not None:
+            self._attached.close()
+            self._attached = None
+
+    def _attach(self) -> None:
+        """Observe the trainer's steps, until `close`."""
+        if self._attached is not None:
+            return
+        trainer = self.trainer
+        self._attached = undo = ExitStack()
+        set_for(undo, trainer, "training_step", self._tally.training_step)
+        set_for(undo, trainer.accelerator, "clip_grad_norm_", self._hook.clip)
+        # A model function would draw new weights in each call of `train`.
+        set_for(undo, trainer, "model_init", None)
+        trainer.add_callback(self._hook)
+        undo.callback(trainer.remove_callback, self._hook)
 
     @contextmanager
     def _round(self, round: TrainerRound) -> Iterator[None]:
@@ -161,7 +181,6 @@ class RoundTally:
         self._counts = counts
         self._step = trainer.training_step
         self._trainer = trainer
-        trainer.training_step = self._counted
         self.begin()
 
     def begin(self) -> None:
@@ -173,7 +192,8 @@ class RoundTally:
         self._within: Tensor | None = None
         self._within_terms = 0.0
 
-    def _counted(self, model: nn.Module, inputs: Any, *rest: Any, **named: Any) -> Any:
+    def training_step(self, model: nn.Module, inputs: Any, *rest: Any, **named: Any) -> Any:
+        """Run the trainer's `training_step`, and count its batch."""
         samples, terms = batch_counts(inputs, self._counts)
         loss = self._step(model, inputs, *rest, **named)
         self._samples += samples
@@ -217,11 +237,9 @@ class _RoundCallback(TrainerCallback):  # type: ignore[misc]
         """Begin a round."""
         self._round = round
         self._tally.begin()
-        # Terms are clipped with the gradient, as in dure's own loop.
-        accelerator = self._trainer.accelerator
-        accelerator.clip_grad_norm_ = self._clip if round.terms is None else self._clipped
 
-    def _clipped(self, *given: Any, **named: Any) -> Any:
+    def clip(self, *given: Any, **named: Any) -> Any:
+        """Clip the gradients as the trainer does, with the terms, as in dure's own loop."""
         self._add()
         return self._clip(*given, **named)
 

@@ -12,6 +12,7 @@ the count of steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -85,8 +86,6 @@ class LightningTrainer:
         self._loader: Any = training_loader(module, data)
         self._validation = _validation_loader(data)
         self._hook = _round_callback(module)
-        trainer.callbacks.append(self._hook)
-        self._limits = trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps
         self._continued: ContinuedTraining | None = None
         if state == "keep":
             train = self._loader if data is None else data
@@ -113,10 +112,16 @@ class LightningTrainer:
         return cannot_divide(round, self._loader.batch_size, self.trainer.accumulate_grad_batches)
 
     def run(self, round: TrainerRound) -> TrainerResult:
-        self._hook.begin(round)
+        if self._hook not in self.trainer.callbacks:
+            self.trainer.callbacks.append(self._hook)
         if self._continued is not None:
+            # An error in the middle would end the training of all rounds.
+            if round.look is not None:
+                round.look()
+            self._hook.begin(replace(round, look=None))
             self._continued.run(len(round.batches))
         else:
+            self._hook.begin(round)
             self._fit_round(round)
         found: TrainerResult = self._hook.result()
         return found
@@ -124,6 +129,8 @@ class LightningTrainer:
     def close(self) -> None:
         if self._continued is not None:
             self._continued.close()
+        if self._hook in self.trainer.callbacks:
+            self.trainer.callbacks.remove(self._hook)
 
     def _fit_round(self, round: TrainerRound) -> None:
         """Call `fit` from the beginning: its counters are those of the round."""
@@ -171,6 +178,7 @@ def _round_callback(module: Any) -> Any:
             self._round = round
             self._samples = 0
             self._steps = 0
+            self._seen = 0
             self._losses: list[tuple[Tensor, int]] = []
 
         def result(self) -> TrainerResult:
@@ -197,12 +205,10 @@ def _round_callback(module: Any) -> Any:
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
             if isinstance(loss, Tensor):
                 self._losses.append((loss.detach(), count))
-            stepped = self._steps - getattr(self, "_told", 0)
-            if self.continued is not None and stepped:
-                self._told = self._steps
-                if not self.continued.stepped():
-                    trainer.should_stop = True
-                self._told = self._steps
+            has_stepped = self._steps > self._seen
+            self._seen = self._steps
+            if self.continued is not None and has_stepped and not self.continued.stepped():
+                trainer.should_stop = True
 
     return RoundCallback()
 
