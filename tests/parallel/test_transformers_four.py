@@ -1,4 +1,9 @@
-"""Models of transformers 4.57 are divided as those of the current version are."""
+"""Models of transformers 4.57 are divided as those of the current version are, and its trainers
+are clients.
+
+Not among the tests of trainers are those that compare losses of causal models: this version divides
+them by the number of all labels, and not of those that are predicted.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +16,33 @@ from pathlib import Path
 
 import pytest
 
-FOUR = ("transformers==4.57.6", "huggingface-hub==0.36.2", "tokenizers==0.22.2")
-"""Installed without what they need, which this environment has."""
+FOUR = (
+    *("transformers==4.57.6", "huggingface-hub==0.36.2", "tokenizers==0.22.2"),
+    *("accelerate==1.12.0", "datasets==4.4.1", "peft==0.18.0"),
+    *("httpx==0.28.1", "httpcore==1.0.9", "sniffio==1.3.1"),
+)
+"""Installed without what else they need, which this environment has."""
+
+TRAINERS = "tests/trainers/test_hugging_face.py::test_"
 
 TESTS = (
     "tests/parallel/pipeline/test_pipeline_models.py::test_language_models_of_hugging_face",
     "tests/parallel/tensor/test_tensor_hugging_face.py",
     "tests/parallel/mesh/test_mesh_strategy.py::test_a_language_model_of_hugging_face_on_meshes",
     "tests/contracts/test_weights_from.py",
+    *(
+        TRAINERS + name
+        for name in (
+            "dropout_is_drawn_as_by_fed_avg",
+            "a_patched_trainer_has_the_bits_of_the_simulation",
+            "with_reset_counters_schedule_and_checkpoints_are_the_rounds",
+            "with_keep_counters_and_schedule_go_on",
+            "one_client_that_keeps_its_state_is_the_trainer_alone",
+            "of_a_model_with_adapters_the_adapters_travel",
+            "a_killed_client_goes_on_with_its_round",
+            "metrics_are_those_of_compute_metrics",
+        )
+    ),
 )
 
 ROOT = Path(__file__).parents[2]
