@@ -153,7 +153,7 @@ ELSE: dict[str, dict[str, Any]] = {
     "cosmos3_edge_text": {"rope_parameters": POSITIONS},
     "dots3_note_text": {"num_key_value_heads": 4},
     "esmc": {"num_key_value_heads": 4},
-    "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 4},
+    "glm5_next_text": {"num_key_value_heads": 4},
     "hunyuan_vl_text": {"rope_parameters": POSITIONS},
     "hy_v4_vl_text": {"rope_parameters": {**POSITIONS, "mrope_section": [1, 1, 0]}},
     "glm4v_text": {"rope_parameters": POSITIONS},
