@@ -422,6 +422,11 @@ SHORT: list[tuple[str, str]] = [
         "the plan of Hugging Face gives another gradient of {0}, which the proof finds",
     ),
     (
+        r"module model\.(\S+) cannot be traced, and layers in it are divided",
+        "a pipeline cannot trace {0}, which has divided layers",
+    ),
+    (r"cannot be cut, because torch.export", "a pipeline cannot trace the model"),
+    (
         r"^divided by the plan, the model fails in model\.(\S+) ",
         "the code of {0} fails on its part by the plan of Hugging Face, which the proof finds",
     ),
