@@ -153,7 +153,7 @@ ELSE: dict[str, dict[str, Any]] = {
     "cosmos3_edge_text": {"rope_parameters": POSITIONS},
     "dots3_note_text": {"num_key_value_heads": 4},
     "esmc": {"num_key_value_heads": 4},
-    "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 4},
+    "glm5_next_text": {"num_key_value_heads": 4},
     "hunyuan_vl_text": {"rope_parameters": POSITIONS},
     "hy_v4_vl_text": {"rope_parameters": {**POSITIONS, "mrope_section": [1, 1, 0]}},
     "glm4v_text": {"rope_parameters": POSITIONS},
@@ -300,8 +300,8 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def line(error: BaseException) -> str:
-    """Return an error in one line of at most 300 characters."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+    """Return an error in one line of at most 400 characters."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:400]
 
 
 def check_size(family: Family) -> None:
@@ -326,7 +326,7 @@ def tried(family: Family) -> JSON:
     for system, (strategy, ranks) in SYSTEMS.items():
         found = outcome(task, strategy, ranks, right)
         if "trace" in found.get("reason", ""):
-            found = in_float32(family, strategy, ranks, found)
+            found = in_float32(family, strategy, ranks)
         row["systems"][system] = found
     return {**row, "seconds": round(time.perf_counter() - started, 1)}
 
@@ -343,11 +343,11 @@ def alone(family: Family, wide: bool) -> tuple[dict[str, Tensor], dure.Task]:
     return run.model.state_dict(), task
 
 
-def in_float32(family: Family, strategy: dure.Strategy, ranks: int, found: JSON) -> JSON:
-    """Return the outcome in float32 if it works: a trace may not see `InDouble`."""
+def in_float32(family: Family, strategy: dure.Strategy, ranks: int) -> JSON:
+    """Return the outcome in float32: a trace may not see `InDouble`."""
     right, task = alone(family, wide=False)
     again = outcome(task, strategy, ranks, right, close=CLOSE_IN_FLOAT32)
-    return {**again, "dtype": "float32"} if again["works"] else found
+    return {**again, "dtype": "float32"}
 
 
 def outcome(
@@ -421,6 +421,11 @@ SHORT: list[tuple[str, str]] = [
         r"^model\.(\S+): .* its gradient differs",
         "the plan of Hugging Face gives another gradient of {0}, which the proof finds",
     ),
+    (
+        r"module model\.(\S+) cannot be traced, and layers in it are divided",
+        "a pipeline cannot trace {0}, which has divided layers",
+    ),
+    (r"cannot be cut, because torch.export", "a pipeline cannot trace the model"),
     (
         r"^divided by the plan, the model fails in model\.(\S+) ",
         "the code of {0} fails on its part by the plan of Hugging Face, which the proof finds",

@@ -337,6 +337,24 @@ def test_the_proof_finds_a_wrong_plan() -> None:
             assert said in row[name], (name, row[name])
 
 
+def test_the_proof_finds_a_mistake_of_hugging_face_which_an_own_plan_corrects() -> None:
+    """The plan for Apertus leaves out the parameters of the activation in the divided MLP."""
+    ((symbols, targets),) = texts(1)
+    make = text("Apertus")[0]
+
+    def program(context: RankContext) -> str:
+        model = Scored(make)
+        with in_double():
+            right = {**hf(model), "model.model.layers.*.mlp.act_fn": OnShards()}
+            prove_plan(model, right, symbols, partial(loss, targets), context.group)
+            with pytest.raises(PlanError) as caught:
+                prove_plan(model, hf(model), symbols, partial(loss, targets), context.group)
+        return str(caught.value)
+
+    for said in on_ranks(2, program):
+        assert "mlp.act_fn.alpha_p: the plan has no entry for it" in said
+
+
 def loss(targets: Tensor, scores: Tensor) -> Tensor:
     return F.cross_entropy(scores, targets)
 
