@@ -1,8 +1,8 @@
 """dure's own plans for models of Hugging Face.
 
     GPT-2     query, key and value in a single matrix, in Conv1D
-    Llama     grouped queries: heads of keys and values are divided as well, and shared by neighbours
-              if there are fewer heads than ranks; gated MLP
+    Llama     grouped queries: heads of keys and values are divided as well, and shared by
+              neighbours if there are fewer heads than ranks; gated MLP
     BERT      with any head; the output layer of masked language models is divided by symbols
     OPT       an MLP of two layers
     T5        also its encoder alone; a table of biases with a column per head

@@ -169,8 +169,8 @@ def _entries(
         path, _, own = name.rpartition(".")
         if each.style != "colwise":
             raise ValueError(
-                f"Hugging Face's plan for a {type(model).__name__} has the style {each.style!r} for "
-                f"the parameter {name}, which plans of dure do not express: write a plan"
+                f"Hugging Face's plan for a {type(model).__name__} has the style {each.style!r} "
+                f"for the parameter {name}, which plans of dure do not express: write a plan"
             )
         # Rows of a matrix as torch stores it; the only dimension of a vector.
         yield path, Tensors(own, dim=max(0, model.get_parameter(name).dim() - 2))
