@@ -133,6 +133,11 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "test_an_unusual_run_opens_too[thousand",
         "test_fifteen_runs_open_and_fit",
     ),
+    "run/test_hugging_face_layout.py": (
+        "test_from_pretrained_loads_the_model_of_every_system[pipeline]",
+        "test_no_library_is_loaded_for_another_model",
+        "test_peft_loads_the_adapter[pipeline-processes]",
+    ),
     "run/test_resume.py": (
         "test_a_killed_run_goes_on_to_the_same_bits[admm]",
         "test_a_killed_run_goes_on_to_the_same_bits[threads]",
