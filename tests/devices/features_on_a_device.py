@@ -17,7 +17,7 @@ from torch import nn
 
 import dure
 from dure.contracts.strategy import Kind, Strategy
-from dure.contracts.training_options import PARTS
+from dure.contracts.training_options import Part
 from features import strategies
 from small import largest_difference, network
 
@@ -35,7 +35,7 @@ CASES = [
     if (name, kind) != ("hogwild", "ranks")
 ]
 
-OPTIONS: dict[str, Any] = {
+OPTIONS: dict[Part, Any] = {
     "clip_norm": 0.5,
     "precision": "bf16",
     "ema": 0.9,
@@ -68,7 +68,7 @@ def limit(strategy: Strategy, count: int) -> dure.Stop:
 
 
 def task_of(strategy: Strategy, kind: Kind) -> dure.Task:
-    options = {part: OPTIONS[part] for part in PARTS if strategy.cannot(part, kind) is None}
+    options = {part: OPTIONS[part] for part in OPTIONS if strategy.cannot(part, kind) is None}
     # ZeRO and others cast weights to the reduced precision: another system than in float64.
     options.pop("precision", None)
     return on_device.noting_task(
@@ -95,6 +95,22 @@ def test_a_system_with_all_its_options_has_the_weights_of_the_cpu(
     assert ("validation_loss" in resumed.summary) == ("validation_loss" in here.summary)
     if strategy.deterministic:
         assert largest_difference(here, resumed) <= 1e-12
+
+
+@pytest.mark.parametrize("system", ["single-worker", "data-parallel", "fed-avg"])
+def test_adapters_on_a_device_have_the_weights_of_the_cpu(system: str, accelerator: str) -> None:
+    """Not with all other options: an adapter freezes what `half_frozen` trains."""
+    pytest.importorskip("peft")
+    task = on_device.noting_task(
+        network, adapter=dure.LoRA(rank=2, targets="0|2", alpha=4), validation=0.2
+    )
+    strategy = strategies()[system]
+    kind = strategy.kind
+    here = dure.train(task, strategy, world_of(strategy, kind, "cpu"), limit(strategy, 2))
+    there = dure.train(
+        task, strategy, world_of(strategy, kind, f"{accelerator}:0"), limit(strategy, 2)
+    )
+    assert largest_difference(here, there) <= 1e-12
 
 
 @pytest.mark.parametrize(
