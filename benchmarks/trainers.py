@@ -97,7 +97,6 @@ def main() -> None:
         file=sys.stderr,
     )
     give(
-        asked.result,
         {
             "parameters": parameters,
             "steps": asked.steps,
@@ -106,6 +105,7 @@ def main() -> None:
             "ratio": ratio,
             "dure": dure.__version__,
         },
+        asked.result,
     )
 
 
