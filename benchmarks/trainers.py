@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import dure
 from dure.contracts.trainer import TrainerRound
-from dure.trainers.libraries import known
+from dure.trainers.libraries import integration_of
 
 ROWS, TOKENS, WORDS = 8, 64, 1000
 
@@ -68,7 +68,7 @@ def main() -> None:
     patched: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         plain = trainer(asked.millions, asked.steps, f"{folder}/plain")
-        client = known(trainer(asked.millions, asked.steps, f"{folder}/client")).client(
+        client = integration_of(trainer(asked.millions, asked.steps, f"{folder}/client")).client(
             "reset", (), {}
         )
         names = [name for name, _ in plain.model.named_parameters()]

@@ -169,7 +169,7 @@ def test_with_keep_counters_and_schedule_go_on(tmp_path: Path) -> None:
         num_train_epochs=6,
         optim="adamw_torch",
     )
-    run = one(make, stop=ROUNDS, state_of_rounds="keep")
+    run = one(make, stop=ROUNDS, between_rounds="keep")
     assert watch.ends == [(36, 6.0)]
     assert watch.rates == pytest.approx([0.01 * (35 - t) / 36 for t in range(36)])
     # An update's samples are those of its round, and not of the trainer's counter.
@@ -191,7 +191,7 @@ def test_one_client_that_keeps_its_state_is_the_trainer_alone(tmp_path: Path) ->
 
     seed_generators(0, "client", 0, 0, everything=True)
     alone.train()
-    run = one(make, stop=ROUNDS, state_of_rounds="keep")
+    run = one(make, stop=ROUNDS, between_rounds="keep")
     for name, value in run.model.state_dict().items():
         assert float((value - alone.model.state_dict()[name]).abs().max()) <= 1e-12
 
@@ -208,7 +208,7 @@ def test_a_callback_that_stops_ends_the_round(tmp_path: Path) -> None:
 def test_a_trainer_that_ends_before_the_federation_is_named(tmp_path: Path) -> None:
     make = partial(trainer, tmp_path, num_train_epochs=3)
     with pytest.raises(DureError, match=r"Trainer has ended its training, but the federation"):
-        one(make, stop=ROUNDS, state_of_rounds="keep")
+        one(make, stop=ROUNDS, between_rounds="keep")
 
 
 @pytest.mark.parametrize(
@@ -223,6 +223,17 @@ def test_what_a_client_cannot_have_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=refusal):
         dure.client.patch(trainer(tmp_path, **settings), "https://localhost:1")
+
+
+def test_after_the_run_a_trainer_is_as_before(tmp_path: Path) -> None:
+    """No momentum, no callback and no observer of the last round is left."""
+    made = trainer(tmp_path, optim="adamw_torch")
+    before = list(made.callback_handler.callbacks)
+    dure.simulate(lambda client: made, clients=1, strategy=EPOCHS, stop=ROUNDS)
+    assert made.optimizer is None
+    assert made.lr_scheduler is None
+    assert made.callback_handler.callbacks == before
+    assert made.training_step.__func__ is transformers.Trainer.training_step
 
 
 def test_other_objects_are_no_trainers() -> None:

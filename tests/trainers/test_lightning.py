@@ -162,7 +162,7 @@ def test_counters_begin_anew_or_go_on() -> None:
     reset = one(settings={"callbacks": [counts]})
     assert counts.ends == [(12, 2)] * 3
     counts = Counts()
-    keep = one(settings={"callbacks": [counts], "max_epochs": 6}, state_of_rounds="keep")
+    keep = one(settings={"callbacks": [counts], "max_epochs": 6}, between_rounds="keep")
     assert [number for number, _ in counts.ends] == [36]
     for run in (reset, keep):
         # An update's samples are those of its round, and not of the trainer's counter.
@@ -175,9 +175,32 @@ def test_one_client_that_keeps_its_state_is_the_trainer_alone() -> None:
     alone = Classifier()
     seed_generators(0, "client", 0, 0, everything=True)
     trainer(max_epochs=6).fit(alone, Data().train_dataloader())
-    run = one(settings={"max_epochs": 6}, state_of_rounds="keep")
+    run = one(settings={"max_epochs": 6}, between_rounds="keep")
     for name, value in run.model.state_dict().items():
         assert float((value - alone.state_dict()[name]).abs().max()) <= 1e-12
+
+
+def test_loaders_for_validation_are_used_and_their_errors_are_raised() -> None:
+    class Validated(Classifier):
+        seen = 0
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            Validated.seen += 1
+
+    class Broken(Data):
+        def val_dataloader(self) -> Any:
+            raise OSError("no such file")
+
+    loader = Data().train_dataloader()
+    dure.simulate(
+        lambda client: (trainer(num_sanity_val_steps=0), Validated(), loader, loader),
+        clients=1,
+        strategy=EPOCHS,
+        stop=dure.Stop(rounds=1),
+    )
+    assert Validated.seen == 2 * 6
+    with pytest.raises(OSError, match="no such file"):
+        dure.simulate(lambda client: (trainer(), Classifier(), Broken()), clients=1)
 
 
 class Manual(Classifier):

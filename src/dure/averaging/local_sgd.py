@@ -248,7 +248,7 @@ class LocalSGDLearner(Learner):
         return {
             "optimizer": self.replica.optimizer.state_dict(),
             "compressors": self.synchronisation.state(),
-            **self.replica.scaling_state(),
+            **self.replica.scaling.state(),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -261,7 +261,7 @@ class LocalSGDLearner(Learner):
         part = state["parts"][self.group.rank % len(state["parts"])]
         load_optimizer(self.replica.optimizer, part["optimizer"])
         self.synchronisation.restore(part["compressors"])
-        self.replica.restore_scaling(part)
+        self.replica.scaling.restore(part)
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter]

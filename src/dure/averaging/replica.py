@@ -148,8 +148,7 @@ class AveragedReplica:
         def backward(loss: Tensor) -> None:
             clock.did("forward")
             weighted = loss if share == 1.0 else loss * share
-            scaled = weighted if self.scaling is None else self.scaling.scaled(weighted)
-            scaled.backward()  # type: ignore[no-untyped-call]
+            self.scaling.scaled(weighted).backward()  # type: ignore[no-untyped-call]
             clock.did("backward")
 
         learned = accumulate_gradient(
@@ -163,17 +162,13 @@ class AveragedReplica:
             parameters=self.trained,
         )
         clock.read()
-        if self.scaling is not None:
-            self.scaling.unscale(self.trained)
+        self.scaling.unscale(self.trained)
         if adjust is not None:
             adjust(self.trained)
         # After `adjust`: the pull to a common point is clipped too.
         self.trimming.at(step)
         self.rates.at(step)
-        if self.scaling is None:
-            self.optimizer.step()
-        else:
-            self.scaling.step(self.optimizer)
+        self.scaling.step(self.optimizer)
         clock.did("update")
         return learned.loss, learned.counted
 
@@ -204,17 +199,8 @@ class AveragedReplica:
             "weights": self.flat.buffers,
             "buffers": self.buffers.of(self.model),
             "optimizer": self.optimizer.state_dict(),
-            **self.scaling_state(),
+            **self.scaling.state(),
         }
-
-    def scaling_state(self) -> dict[str, Any]:
-        """Return the entry of the loss scaling in this rank's state; empty without one."""
-        return {} if self.scaling is None else {"loss_scaling": self.scaling.state()}
-
-    def restore_scaling(self, state: Mapping[str, Any]) -> None:
-        """Restore the entry of `scaling_state`."""
-        if self.scaling is not None:
-            self.scaling.restore(state["loss_scaling"])
 
     @torch.no_grad()
     def restore(self, common: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -224,7 +210,7 @@ class AveragedReplica:
         self.flat.load(state["weights"])
         self.buffers.load(self.model, state["buffers"])
         load_optimizer(self.optimizer, state["optimizer"])
-        self.restore_scaling(state)
+        self.scaling.restore(state)
 
     def _is_finite(self) -> bool:
         """Return whether the weights are finite, which the last step's loss does not show."""

@@ -37,7 +37,7 @@ from dure.parameter_server.tables import SparseRows
 from dure.randomness.seeds import seed_generators
 from dure.tasks.gradient_accumulation import AccumulatedLoss, accumulate_gradient
 from dure.tasks.gradient_transforms import GradientTransforms, clip, forward_context
-from dure.tasks.loss_scaling import repeated_passes_of
+from dure.tasks.loss_scaling import RepeatedPasses
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import BufferNames
 from dure.tensors.flat import FlatParameters, by_dtype
@@ -224,9 +224,7 @@ class GradientComputation:
     def _finite_pass(self, part: Tensor) -> AccumulatedLoss:
         """Compute the gradient of a part; in float16, repeat it until the gradient is finite."""
         # A new scale for each part: workers compute the same gradient, whichever gets the part.
-        passes = repeated_passes_of(self.task, self.model, self._device)
-        if passes is None:
-            return self._pass(part, Tensor.backward)
+        passes = RepeatedPasses(self.task, self.model, self._device)
         leaves = () if self.tables is None else self.tables.leaves()
         held = [*self.model.parameters(), *leaves]
         return passes.run(
@@ -235,7 +233,7 @@ class GradientComputation:
         )
 
     def _pass(
-        self, part: Tensor, backward: Callable[[Tensor], None], leaves: Sequence[Tensor] = ()
+        self, part: Tensor, backward: Callable[[Tensor], None], leaves: Sequence[Tensor]
     ) -> AccumulatedLoss:
         """Run forward and backward over the pieces of a part. leaves: the rows of tables."""
         for parameter in (*self.model.parameters(), *leaves):

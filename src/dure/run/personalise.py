@@ -23,7 +23,7 @@ from dure.randomness.seeds import generator
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.gradient_transforms import clip, forward_context
-from dure.tasks.loss_scaling import repeated_passes_of
+from dure.tasks.loss_scaling import RepeatedPasses
 from dure.tensors.finite import all_finite
 from dure.tensors.flat import trainable_parameters
 from dure.tensors.frozen import frozen_of, load_frozen
@@ -131,14 +131,13 @@ def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int
     # A single leftover example joins the batch before, if the model cannot train on one example.
     batches = batches_per_epoch(len(train), size, needs_two(model, train))
     optimizer = task.optimizer(trainable_parameters(model))
-    passes = repeated_passes_of(task, model, device)
-    backward = torch.autograd.backward if passes is None else passes.backward
+    passes = RepeatedPasses(task, model, device)
 
     def compute(inputs: Any, targets: Any) -> None:
         optimizer.zero_grad()
         with forward_context(task, device):
             loss = task.loss(model(inputs), targets)
-        backward(loss[0] / loss[1] if isinstance(loss, tuple) else loss)
+        passes.backward(loss[0] / loss[1] if isinstance(loss, tuple) else loss)
 
     model.train()
     for epoch in range(epochs):
@@ -146,11 +145,10 @@ def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int
         for step in range(batches):
             end = len(train) if step == batches - 1 else (step + 1) * size
             inputs, targets = to_device(train.batch(order[step * size : end]), device)
-            step_pass = partial(compute, inputs, targets)
-            if passes is None:
-                step_pass()
-            else:
-                passes.run(step_pass, lambda _: [one.grad for one in model.parameters()])
+            passes.run(
+                partial(compute, inputs, targets),
+                lambda _: [one.grad for one in model.parameters()],
+            )
             if task.clip_norm is not None:
                 clip(model.parameters(), task.clip_norm)
             optimizer.step()

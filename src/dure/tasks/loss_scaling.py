@@ -53,10 +53,18 @@ class LossScaling:
         where: Name of the worker, for errors.
         device: Device of the gradients.
         agree: Makes a flag the same on all ranks, where each rank has a part of the gradient.
+        enabled: False for another precision than fp16: nothing is scaled, and no step is skipped.
     """
 
-    def __init__(self, where: str, device: torch.device, agree: Agree | None = None) -> None:
-        self.scale = FIRST_SCALE
+    def __init__(
+        self,
+        where: str,
+        device: torch.device,
+        agree: Agree | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.enabled = enabled
+        self.scale = FIRST_SCALE if enabled else 1.0
         self._where = where
         self._device = device
         self._agree = agree
@@ -65,13 +73,15 @@ class LossScaling:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss from which backward runs."""
-        return loss * self.scale
+        return loss * self.scale if self.enabled else loss
 
     def unscale(self, parameters: Iterable[Tensor]) -> None:
         """Divide the gradients by the scale, before they are clipped or used in any other way.
 
         Waits for the device. With `agree` all ranks call this method together.
         """
+        if not self.enabled:
+            return
         gradients = [one.grad for one in parameters if one.grad is not None]
         found = unscale_gradients(gradients, self.scale, self._device)
         if self._agree is not None:
@@ -83,6 +93,9 @@ class LossScaling:
 
         Raises GradientNotFiniteError if gradients are not finite with any scale.
         """
+        if not self.enabled:
+            optimizer.step()
+            return
         if self._is_finite:
             optimizer.step()
             self._growth += 1
@@ -97,18 +110,24 @@ class LossScaling:
             raise GradientNotFiniteError(self._where)
 
     def state(self) -> dict[str, Any]:
-        """Return the scale and its counter, for `restore`; the keys are those of `GradScaler`."""
-        return {"scale": self.scale, "_growth_tracker": self._growth}
+        """Return the entry of a checkpoint, for `restore`; empty if disabled.
+
+        The keys of the entry are those of `GradScaler`.
+        """
+        if not self.enabled:
+            return {}
+        return {"loss_scaling": {"scale": self.scale, "_growth_tracker": self._growth}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state`, or from the state of a `GradScaler`."""
-        self.scale = float(state["scale"])
-        self._growth = int(state["_growth_tracker"])
+        """Continue from a checkpoint with the entry of `state`."""
+        if self.enabled:
+            self.scale = float(state["loss_scaling"]["scale"])
+            self._growth = int(state["loss_scaling"]["_growth_tracker"])
 
 
-def loss_scaling_of(task: Task, where: str, device: torch.device) -> LossScaling | None:
-    """Return the loss scaling of a task's precision; None unless it is fp16."""
-    return LossScaling(where, device) if task.precision == "fp16" else None
+def loss_scaling_of(task: Task, where: str, device: torch.device) -> LossScaling:
+    """Return the loss scaling of a task, enabled if its precision is fp16."""
+    return LossScaling(where, device, enabled=task.precision == "fp16")
 
 
 def check_weights(model: nn.Module) -> None:
@@ -148,18 +167,19 @@ def unscale_gradients(gradients: Sequence[Tensor], scale: float, device: torch.d
 class RepeatedPasses:
     """Passes of a model that are repeated with a smaller scale until their gradients are finite.
 
-    A smaller scale stays for the passes that follow.
+    A smaller scale stays for the passes that follow. Unless the task's precision is fp16 nothing is
+    scaled, and each pass runs once.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.scale = REPEATED_SCALE
+    def __init__(self, task: Task, model: nn.Module, device: torch.device) -> None:
+        self.enabled = task.precision == "fp16"
+        self.scale = REPEATED_SCALE if self.enabled else 1.0
         self._model = model
         self._device = device
-        self._buffers = BufferNames(model)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss from which backward runs."""
-        return loss * self.scale
+        return loss * self.scale if self.enabled else loss
 
     def backward(self, loss: Tensor) -> None:
         """Run backward from the scaled loss."""
@@ -179,8 +199,11 @@ class RepeatedPasses:
             compute: Runs forward, and backward from `scaled`, into gradients that begin empty.
             gradients: Returns the gradients of a result.
         """
+        if not self.enabled:
+            return compute()
         begun = generators_state()
-        buffers = [buffer.detach().clone() for buffer in self._buffers.of(self._model)]
+        names = BufferNames(self._model)
+        buffers = [buffer.detach().clone() for buffer in names.of(self._model)]
         while True:
             result = compute()
             found = [one for one in gradients(result) if one is not None]
@@ -190,9 +213,4 @@ class RepeatedPasses:
                 return result
             self.scale /= 16
             restore_generators(begun)
-            self._buffers.load(self._model, buffers)
-
-
-def repeated_passes_of(task: Task, model: nn.Module, device: torch.device) -> RepeatedPasses | None:
-    """Return the repeated passes of a task's precision; None unless it is fp16."""
-    return RepeatedPasses(model, device) if task.precision == "fp16" else None
+            names.load(self._model, buffers)

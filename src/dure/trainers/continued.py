@@ -1,6 +1,6 @@
 """Training that goes on over rounds: one call of `train`, which waits between two rounds.
 
-    the client's thread     run(steps) ---------------> waits for the round's end
+    the client's thread     run(round) ---------------> waits for the round's end
     the trainer's thread    train() ... `stepped` after each step; after the last of a round it
                             waits there for the next round, with the weights in place
 
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from dure.contracts.trainer import TrainerRound
 from dure.randomness.seeds import generators_state, restore_generators
 
 
@@ -33,20 +35,25 @@ class ContinuedTraining:
         self._error: BaseException | None = None
         self._generators: dict[str, Any] | None = None
 
-    def run(self, steps: int) -> None:
-        """Let the trainer make so many steps. Raises the error of the trainer.
+    def run(self, round: TrainerRound, begin: Callable[[TrainerRound], None]) -> None:
+        """Let the trainer make the steps of a round. Raises the error of the trainer.
 
-        Raises ValueError if the trainer has ended before.
+        begin: is called with the round before its first step. Raises ValueError if the trainer has
+        ended before.
         """
         if self._thread is not None and not self._thread.is_alive():
             raise ValueError(
                 f"the {self._name} has ended its training, but the federation goes on: give it "
                 "more steps or epochs, or state='reset'"
             )
+        # An error in the middle would end the training of all rounds: `look` is called here alone.
+        if round.look is not None:
+            round.look()
+        begin(replace(round, look=None))
         if self._generators is not None:
             # With `keep` the random numbers of the trainer go on too.
             restore_generators(self._generators)
-        self._left = steps
+        self._left = len(round.batches)
         self._trains = True
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -63,7 +70,7 @@ class ContinuedTraining:
     def stepped(self) -> bool:
         """Wait at the end of a round; return whether training goes on. In the trainer's thread."""
         self._left -= 1
-        if self._left > 0:
+        if self._left > 0 and not self._ends:
             return True
         with self._turn:
             self._trains = False

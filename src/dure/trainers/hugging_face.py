@@ -1,7 +1,7 @@
 """transformers.Trainer, and trl's trainers, as the trainer of a client.
 
-A round is a call of the trainer's own `train`. What is new in a round, and what goes on, is one
-setting, `state`:
+A round is a call of the trainer's own `train`. What begins anew in a round, and what goes on, is
+one setting, `between_rounds`:
 
     reset    optimizer, schedule, global step, epoch and logs begin anew: FedAvg as in the paper,
              and the bits of `dure train fed-avg`. `max_steps` and `num_train_epochs` are the
@@ -14,6 +14,10 @@ An early stop of a callback ends the round with `reset`, and the client's part w
 
 The weights of an update come from this round alone: steps, samples and loss are counted here, and
 never read from counters of the trainer.
+
+Cost: a copy of the weights that travel at the start and at the end of a round.
+
+Source: huggingface.co/docs/transformers, "Trainer" (train, callbacks, gradient accumulation).
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ from transformers import Trainer, TrainerCallback
 from dure.contracts.own_loss import IGNORED, Counts
 from dure.contracts.trainer import TrainerResult, TrainerRound
 from dure.trainers.continued import ContinuedTraining
-from dure.trainers.known import RoundState
+from dure.trainers.integration import BetweenRounds
 from dure.trainers.round_batches import RoundBatches, cannot_divide, loader_like
 from dure.trainers.weights import copy_tensors, load_tensors
 
@@ -43,22 +46,20 @@ class HuggingFaceTrainer:
     Args:
         trainer: the trainer, which was not trained yet.
         train: its `train`.
-        state: as in the module.
+        between_rounds: as in the module.
         counts: the terms of the loss, as in `dure.OwnLoss`.
-
     """
 
     def __init__(
         self,
         trainer: Trainer,
         train: Callable[[], Any],
-        state: RoundState = "reset",
+        between_rounds: BetweenRounds = "reset",
         counts: Counts = "examples",
     ) -> None:
         self.trainer = trainer
         self.name = type(trainer).__name__
         self._train = train
-        self._counts: Counts = counts
         self._tally = RoundTally(trainer, counts)
         self._hook = _RoundCallback(trainer, self._tally)
         self._attached: ExitStack | None = None
@@ -67,7 +68,7 @@ class HuggingFaceTrainer:
         given = trainer.optimizer, trainer.lr_scheduler
         self._given = [None if one is None else copy.deepcopy(one.state_dict()) for one in given]
         self._continued: ContinuedTraining | None = None
-        if state == "keep":
+        if between_rounds == "keep":
             self._continued = ContinuedTraining(self.name, self._train)
             self._hook.continued = self._continued
 
@@ -83,7 +84,8 @@ class HuggingFaceTrainer:
 
     @property
     def examples(self) -> int:
-        return examples_of(self.trainer)
+        data: Any = self.trainer.train_dataset
+        return len(data)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         load_tensors(self.trainer.model, tensors)
@@ -105,11 +107,7 @@ class HuggingFaceTrainer:
     def run(self, round: TrainerRound) -> TrainerResult:
         self._attach()
         if self._continued is not None:
-            # An error in the middle would end the training of all rounds.
-            if round.look is not None:
-                round.look()
-            self._hook.begin(replace(round, look=None))
-            self._continued.run(len(round.batches))
+            self._continued.run(round, self._hook.begin)
         else:
             self._hook.begin(round)
             with self._round(round):
@@ -122,6 +120,9 @@ class HuggingFaceTrainer:
         if self._attached is not None:
             self._attached.close()
             self._attached = None
+            if self._continued is None:
+                # A later training begins with no state of the last round.
+                self._reset()
 
     def _attach(self) -> None:
         """Observe the trainer's steps, until `close`."""
@@ -129,10 +130,10 @@ class HuggingFaceTrainer:
             return
         trainer = self.trainer
         self._attached = undo = ExitStack()
-        set_for(undo, trainer, "training_step", self._tally.training_step)
-        set_for(undo, trainer.accelerator, "clip_grad_norm_", self._hook.clip)
+        set_until(undo, trainer, "training_step", self._tally.training_step)
+        set_until(undo, trainer.accelerator, "clip_grad_norm_", self._hook.clip)
         # A model function would draw new weights in each call of `train`.
-        set_for(undo, trainer, "model_init", None)
+        set_until(undo, trainer, "model_init", None)
         trainer.add_callback(self._hook)
         undo.callback(trainer.remove_callback, self._hook)
 
@@ -148,10 +149,10 @@ class HuggingFaceTrainer:
         with ExitStack() as undo:
             # Whole passes are epochs of the trainer, so that its callbacks see them.
             passes = round.passes
-            set_for(undo, args, "max_steps", -1 if passes else len(round.batches))
-            set_for(undo, args, "num_train_epochs", float(passes or 1))
-            set_for(undo, args, "output_dir", str(self._output / f"round-{round.number + 1}"))
-            set_for(undo, trainer, "get_train_dataloader", loader)
+            set_until(undo, args, "max_steps", -1 if passes else len(round.batches))
+            set_until(undo, args, "num_train_epochs", float(passes or 1))
+            set_until(undo, args, "output_dir", str(self._output / f"round-{round.number + 1}"))
+            set_until(undo, trainer, "get_train_dataloader", loader)
             self._reset()
             yield
 
@@ -217,7 +218,8 @@ class RoundTally:
         total = sum(v * t for v, t in zip(values, self._terms, strict=True))
         sums = torch.tensor([self._samples, counted, total], dtype=torch.float64)
         if self._trainer.args.world_size > 1:
-            sums = self._trainer.accelerator.reduce(sums, reduction="sum")
+            # A backend of devices takes no tensors of the CPU.
+            sums = self._trainer.accelerator.reduce(sums.to(self._trainer.args.device), "sum")
         samples, counted, total = sums.tolist()
         return TrainerResult(self.steps, int(samples), total / counted if counted else 0.0, counted)
 
@@ -306,12 +308,6 @@ def cannot_add_terms(trainer: Trainer) -> str | None:
     return None
 
 
-def examples_of(trainer: Trainer) -> int:
-    """Return the number of a trainer's training examples."""
-    data: Any = trainer.train_dataset
-    return len(data)
-
-
 def batch_counts(inputs: Any, counts: Counts) -> tuple[int, float]:
     """Return (examples of a batch, terms that its loss counts)."""
     tensors = [one for one in inputs.values() if isinstance(one, Tensor) and one.ndim]
@@ -323,7 +319,7 @@ def batch_counts(inputs: Any, counts: Counts) -> tuple[int, float]:
     return samples, float((counted != IGNORED).sum())
 
 
-def set_for(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+def set_until(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Set an attribute, and restore it when `undo` ends."""
     own = vars(owner)
     if name in own:

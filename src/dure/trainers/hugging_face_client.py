@@ -11,11 +11,11 @@ from dure.contracts.own_loss import Counts
 from dure.contracts.task import Task
 from dure.trainers.hugging_face import HuggingFaceTrainer, check_trainer
 from dure.trainers.hugging_face_task import counts_of, task_from_trainer
-from dure.trainers.known import KnownTrainer, RoundState, TrainedClient
+from dure.trainers.integration import BetweenRounds, TrainedClient, TrainerIntegration
 
 
-def known(trainer: Trainer, *, counts: Counts | None = None) -> KnownTrainer:
-    """Return a trainer as dure uses it.
+def integrate(trainer: Trainer, *, counts: Counts | None = None) -> TrainerIntegration:
+    """Return the integration of a trainer.
 
     counts: terms of the loss, as in `dure.OwnLoss`; None follows from the model. Raises ValueError
     for a trainer that cannot train a client.
@@ -26,7 +26,7 @@ def known(trainer: Trainer, *, counts: Counts | None = None) -> KnownTrainer:
     found: Counts = counts_of(trainer.model) if counts is None else counts
 
     def client(
-        state: RoundState, given: tuple[Any, ...], named: Mapping[str, Any]
+        state: BetweenRounds, given: tuple[Any, ...], named: Mapping[str, Any]
     ) -> TrainedClient:
         if given or named:
             raise ValueError(
@@ -43,4 +43,4 @@ def known(trainer: Trainer, *, counts: Counts | None = None) -> KnownTrainer:
         )
         return TrainedClient(HuggingFaceTrainer(trainer, train, state, found), task)
 
-    return KnownTrainer("train", client)
+    return TrainerIntegration("train", client)

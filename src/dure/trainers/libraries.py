@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import Any
 
-from dure.trainers.known import KnownTrainer
+from dure.trainers.integration import TrainerIntegration
 
 _LIBRARIES = {
     "transformers": ("Trainer", "dure.trainers.hugging_face_client"),
@@ -16,8 +16,8 @@ _LIBRARIES = {
 """Class of each library's trainer, and the module of dure that knows it."""
 
 
-def known(trainer: Any, **more: Any) -> KnownTrainer:
-    """Return the client and the task of a trainer; `more` are arguments of its library's.
+def integration_of(trainer: Any, **more: Any) -> TrainerIntegration:
+    """Return the integration of a trainer; `more` are arguments of its library's.
 
     Raises ValueError for another object.
     """
@@ -26,7 +26,7 @@ def known(trainer: Any, **more: Any) -> KnownTrainer:
         loaded = sys.modules.get(library)
         kind = None if loaded is None else getattr(loaded, name, None)
         if kind is not None and isinstance(trainer, kind):
-            found: KnownTrainer = importlib.import_module(module).known(trainer, **more)
+            found: TrainerIntegration = importlib.import_module(module).integrate(trainer, **more)
             return found
     raise ValueError(
         f"a {type(trainer).__name__} is no trainer that dure knows: give a transformers.Trainer, a "

@@ -4,15 +4,19 @@
     trainer.fit(module, datamodule)
 
 A round is a call of the trainer's own `fit`, as in `dure.trainers.hugging_face`; with
-state_of_rounds="keep" all rounds are one. Terms of an algorithm are added before the gradients are
+between_rounds="keep" all rounds are one. Terms of an algorithm are added before the gradients are
 clipped. Only modules with automatic optimization can train a client, because of these terms and of
 the count of steps.
+
+Cost: a copy of the weights that travel at the start and at the end of a round.
+
+Source: lightning.ai/docs/pytorch, "Trainer" and "Callback" (order of hooks in a step).
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -21,39 +25,39 @@ from torch.utils._pytree import tree_leaves
 from dure.contracts.task import Task
 from dure.contracts.trainer import TrainerResult, TrainerRound
 from dure.trainers.continued import ContinuedTraining
-from dure.trainers.known import KnownTrainer, RoundState, TrainedClient
+from dure.trainers.integration import BetweenRounds, TrainedClient, TrainerIntegration
 from dure.trainers.lightning_task import task_from_lightning, training_loader
 from dure.trainers.round_batches import RoundBatches, cannot_divide, loader_like
 from dure.trainers.weights import copy_tensors, load_tensors
 
 
-def known(trainer: Any) -> KnownTrainer:
-    """Return a trainer as dure uses it. Raises ValueError for one that cannot train a client."""
+def integrate(trainer: Any) -> TrainerIntegration:
+    """Return the integration of a trainer. Raises ValueError if it cannot train a client."""
     if trainer.world_size > 1:
         raise ValueError("a lightning.Trainer of several devices cannot train a client: use one")
     fit = trainer.fit
 
     def client(
-        state: RoundState, given: tuple[Any, ...], named: Mapping[str, Any]
+        state: BetweenRounds, given: tuple[Any, ...], named: Mapping[str, Any]
     ) -> TrainedClient:
-        module, data = _module_and_data(*given, **named)
-        made = LightningTrainer(trainer, fit, module, data, state)
+        module, data, validation = _arguments_of_fit(*given, **named)
+        made = LightningTrainer(trainer, fit, module, data, validation, state)
         task = task_from_lightning(
             module, data, optimizer=Task.optimizer, lr_schedule=None, metrics={}
         )
         return TrainedClient(made, task)
 
-    return KnownTrainer("fit", client)
+    return TrainerIntegration("fit", client)
 
 
-def _module_and_data(
+def _arguments_of_fit(
     model: Any,
     train_dataloaders: Any = None,
     val_dataloaders: Any = None,
     datamodule: Any = None,
     **more: Any,
-) -> tuple[Any, Any]:
-    """Return the module and its data, from the arguments of `fit`. Raises ValueError."""
+) -> tuple[Any, Any, Any]:
+    """Return (module, data, validation loaders) of the arguments of `fit`. Raises ValueError."""
     if any(value is not None for value in more.values()):
         raise ValueError(f"fit of a patched trainer takes no {next(iter(more))}")
     if not model.automatic_optimization:
@@ -61,7 +65,7 @@ def _module_and_data(
             "a module with manual optimization cannot train a client: set automatic_optimization"
         )
     data = train_dataloaders if datamodule is None else datamodule
-    return model, data
+    return model, data, val_dataloaders
 
 
 class LightningTrainer:
@@ -72,24 +76,32 @@ class LightningTrainer:
         fit: its `fit`.
         module: the LightningModule.
         data: a data module or a loader; None if the module has a loader.
-        state: as in `dure.client.patch`.
+        validation: loaders for validation; None takes those of the data module or the module.
+        between_rounds: as in `dure.client.patch`.
     """
 
     name = "lightning.Trainer"
 
     def __init__(
-        self, trainer: Any, fit: Callable[..., Any], module: Any, data: Any, state: RoundState
+        self,
+        trainer: Any,
+        fit: Callable[..., Any],
+        module: Any,
+        data: Any,
+        validation: Any,
+        between_rounds: BetweenRounds,
     ) -> None:
         self.trainer = trainer
         self.module = module
         self._fit = fit
         self._loader: Any = training_loader(module, data)
-        self._validation = _validation_loader(data)
+        self._validation = _validation_loader(data) if validation is None else validation
         self._hook = _round_callback(module)
         self._continued: ContinuedTraining | None = None
-        if state == "keep":
-            train = self._loader if data is None else data
-            self._continued = ContinuedTraining(self.name, lambda: fit(module, train))
+        if between_rounds == "keep":
+            self._continued = ContinuedTraining(
+                self.name, lambda: fit(module, self._loader, self._validation)
+            )
             self._hook.continued = self._continued
 
     @property
@@ -115,11 +127,7 @@ class LightningTrainer:
         if self._hook not in self.trainer.callbacks:
             self.trainer.callbacks.append(self._hook)
         if self._continued is not None:
-            # An error in the middle would end the training of all rounds.
-            if round.look is not None:
-                round.look()
-            self._hook.begin(replace(round, look=None))
-            self._continued.run(len(round.batches))
+            self._continued.run(round, self._hook.begin)
         else:
             self._hook.begin(round)
             self._fit_round(round)
@@ -136,12 +144,12 @@ class LightningTrainer:
         """Call `fit` from the beginning: its counters are those of the round."""
         trainer = self.trainer
         passes = round.passes
-        begin_again(trainer, passes or 1, -1 if passes else len(round.batches))
+        restart_fit_loop(trainer, passes or 1, -1 if passes else len(round.batches))
         loader = loader_like(self._loader, RoundBatches(round, self._loader.batch_size))
         self._fit(self.module, loader, self._validation)
 
 
-def begin_again(trainer: Any, epochs: int, steps: int) -> None:
+def restart_fit_loop(trainer: Any, epochs: int, steps: int) -> None:
     """Make the next `fit` of a trainer begin at epoch 0, and end after epochs or steps."""
     old = trainer.fit_loop
     trainer.fit_loop = type(old)(trainer, min_epochs=None, max_epochs=epochs)
@@ -151,21 +159,19 @@ def begin_again(trainer: Any, epochs: int, steps: int) -> None:
 
 def _validation_loader(data: Any) -> Any:
     """Return the validation loaders of a data module; None without."""
-    hook = getattr(data, "val_dataloader", None)
-    if hook is None:
-        return None
-    try:
-        return hook()
-    except Exception:
-        # A data module without one inherits a method that raises.
-        return None
+    hook: Any = getattr(data, "val_dataloader", None)
+    # A data module without one inherits a method that raises.
+    own = hook is not None and not hook.__module__.startswith(("lightning.", "pytorch_lightning."))
+    return hook() if own else None
 
 
 def _round_callback(module: Any) -> Any:
-    """Return a callback that adds terms, and counts; of the installed Lightning's class."""
-    import importlib
-
-    root = "pytorch_lightning" if _is_old(module) else "lightning.pytorch"
+    """Return a callback that adds terms, and counts; a subclass of the callback of its library."""
+    # The same library has two names, with classes of their own.
+    of_old_name = any(
+        one.__module__.startswith("pytorch_lightning.") for one in type(module).__mro__
+    )
+    root = "pytorch_lightning" if of_old_name else "lightning.pytorch"
     base: Any = importlib.import_module(f"{root}.callbacks").Callback
 
     class RoundCallback(base):  # type: ignore[misc]
@@ -211,10 +217,6 @@ def _round_callback(module: Any) -> Any:
                 trainer.should_stop = True
 
     return RoundCallback()
-
-
-def _is_old(module: Any) -> bool:
-    return any(one.__module__.startswith("pytorch_lightning.") for one in type(module).__mro__)
 
 
 def examples_in(batch: Any) -> int:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from dure.contracts.trainer import ClientTrainer
 from dure.run.join import join
-from dure.trainers.known import check_state
-from dure.trainers.libraries import known
+from dure.trainers.client_trainers import SingleTrainer
+from dure.trainers.integration import check_between_rounds
+from dure.trainers.libraries import integration_of
 from dure.trainers.ranks import RankedTrainer, follow, ranks
-from dure.trainers.sources import OneTrainer
 
 __all__ = ["patch"]
 
@@ -34,7 +34,7 @@ def patch(
     trainer: Trainer,
     url: str,
     *,
-    state_of_rounds: str = "reset",
+    between_rounds: str = "reset",
     counts: str | None = None,
     on_progress: Callable[[str, Mapping[str, object]], None] | None = None,
     **identity: Any,
@@ -44,7 +44,7 @@ def patch(
     Args:
         trainer: a transformers.Trainer, a trainer of trl, or a lightning.Trainer, before training.
         url: address of the server.
-        state_of_rounds: `reset`: optimizer, schedule, counters and logs begin anew in each round.
+        between_rounds: `reset`: optimizer, schedule, counters and logs begin anew in each round.
             `keep`: they go on, in one call of the trainer's `train`.
         counts: terms of the loss, as in `dure.OwnLoss`; None follows from the model.
         on_progress: as in `dure.join`; None warns of rounds that failed.
@@ -58,8 +58,8 @@ def patch(
         ValueError: for another object, and for a trainer that cannot train a client. `train` raises
             the errors of `dure.join`.
     """
-    found = known(trainer, **({} if counts is None else {"counts": counts}))
-    state = check_state(state_of_rounds)
+    found = integration_of(trainer, **({} if counts is None else {"counts": counts}))
+    state = check_between_rounds(between_rounds)
     tell = on_progress or _warn
 
     def train(*given: Any, **named: Any) -> str:
@@ -68,9 +68,9 @@ def patch(
         if ranks() > 1:
             if dist.get_rank():
                 follow(trained)
-                return "the run is over"
+                return "rank 0 has left the federation"
             trained = RankedTrainer(trained)
-        task = dataclasses.replace(client.task, trainer=OneTrainer(trained))
+        task = dataclasses.replace(client.task, trainer=SingleTrainer(trained))
         try:
             return join(url, task, on_progress=tell, **identity)
         finally:

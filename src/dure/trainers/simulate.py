@@ -22,9 +22,9 @@ from dure.federated.algorithms.fed_avg import FedAvg
 from dure.federated.strategy import Federated
 from dure.record.run import Run
 from dure.run.train import train
-from dure.trainers.known import check_state
-from dure.trainers.libraries import known
-from dure.trainers.sources import ManyTrainers
+from dure.trainers.client_trainers import SimulatedTrainers
+from dure.trainers.integration import check_between_rounds
+from dure.trainers.libraries import integration_of
 from dure.worlds.simulated import Simulated
 
 
@@ -34,7 +34,7 @@ def simulate(
     clients: int,
     strategy: Federated | None = None,
     stop: Stop | None = None,
-    state_of_rounds: str = "reset",
+    between_rounds: str = "reset",
     counts: str | None = None,
     world: Simulated | None = None,
     **options: Any,
@@ -48,7 +48,7 @@ def simulate(
         strategy: a federated strategy; None is FedAvg. Its clients, partition and batch size are
             those of the trainers.
         stop: as in `dure.train`; None is three rounds.
-        state_of_rounds: as in `dure.client.patch`.
+        between_rounds: as in `dure.client.patch`.
         counts: as in `dure.client.patch`.
         world: conditions of the simulated clients; None is a federation without delays.
         options: other arguments of `dure.train`, such as out and seed.
@@ -61,13 +61,13 @@ def simulate(
     """
     if clients < 1:
         raise ValueError(f"clients is {clients}, but it has to be 1 or more")
-    state = check_state(state_of_rounds)
+    state = check_between_rounds(between_rounds)
     more = {} if counts is None else {"counts": counts}
     found = []
     for client in range(clients):
         made = make_trainer(client)
         trainer, *given = made if isinstance(made, tuple) else (made,)
-        found.append(known(trainer, **more).client(state, tuple(given), {}))
+        found.append(integration_of(trainer, **more).client(state, tuple(given), {}))
     trainers = [one.trainer for one in found]
     sizes = [one.examples for one in trainers]
     batch_size = trainers[0].batch_size
@@ -83,7 +83,7 @@ def simulate(
     task = dataclasses.replace(
         task,
         train=task.train.over(data, keys),
-        trainer=ManyTrainers(trainers, [0, *accumulate(sizes[:-1])]),
+        trainer=SimulatedTrainers(trainers, [0, *accumulate(sizes[:-1])]),
     )
     chosen = dataclasses.replace(
         strategy or FedAvg(), clients=None, partition=NaturalKey(), batch_size=batch_size

@@ -43,7 +43,7 @@ from dure.federated.engines.plan import batches
 from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import seed_generators
 from dure.tasks.gradient_transforms import GradientTransforms, forward_context
-from dure.tasks.loss_scaling import repeated_passes_of
+from dure.tasks.loss_scaling import RepeatedPasses
 from dure.tasks.loss_shares import ComputedLoss, CountedLoss
 from dure.tensors.buffers import BufferNames
 from dure.tensors.flat import FlatParameters, by_dtype, trainable_parameters, views_of
@@ -202,16 +202,13 @@ class LoopEngine(ClientEngine):
 
         It takes the indices of the examples. The returned loss has no graph.
         """
-        passes = repeated_passes_of(self.task, self.model, self.device)
-        backward = Tensor.backward if passes is None else passes.backward
+        passes = RepeatedPasses(self.task, self.model, self.device)
 
         def once(batch: Tensor) -> ComputedLoss:
             loss, counted = self._loss(batch)
-            backward(loss)
+            passes.backward(loss)
             return ComputedLoss(loss.detach(), counted)
 
-        if passes is None:
-            return once
         return lambda batch: passes.run(
             lambda: once(batch), lambda _: [one.grad for one in self.parameters]
         )

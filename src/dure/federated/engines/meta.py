@@ -23,7 +23,7 @@ from dure.federated.engines.optimizers import optimizer_of
 from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.gradient_transforms import GradientTransforms, forward_context
-from dure.tasks.loss_scaling import RepeatedPasses, repeated_passes_of
+from dure.tasks.loss_scaling import RepeatedPasses
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import BufferNames
 from dure.tensors.flat import FlatParameters, by_dtype, trainable_parameters, views_of
@@ -90,8 +90,7 @@ class MetaEngine(ClientEngine):
         self.reached: set[nn.Parameter] = set()
         """Parameters that the losses of the current step reach."""
         self.trimming = GradientTransforms(task, model.named_parameters())
-        self.passes: RepeatedPasses | None = None
-        """Passes of the present job in float16."""
+        self.passes = RepeatedPasses(task, model, self.device)
 
     def train(self, jobs: Iterable[ClientJob]) -> Iterator[JobResult]:
         """Yield the results in the jobs' order, each computed on demand.
@@ -120,7 +119,8 @@ class MetaEngine(ClientEngine):
         self.buffers.load(self.model, job.buffers)
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
-        self.passes = repeated_passes_of(self.task, self.model, self.device)
+        # A new scale for each job: the result does not depend on the jobs before.
+        self.passes = RepeatedPasses(self.task, self.model, self.device)
         ran: list[tuple[BatchLoss, int]] = []
         order = self.examples.sampling.order(0, job.indices)
         batches = Batches(
@@ -206,14 +206,9 @@ class MetaEngine(ClientEngine):
 
     def _gradient(self, indices: Tensor) -> tuple[BatchLoss, list[Tensor]]:
         """Return (loss, gradient) of a batch at the present weights, flat."""
-        if self.passes is None:
-            return self._pass(indices, lambda loss: loss)
-        scaled = self.passes.scaled
-        return self.passes.run(lambda: self._pass(indices, scaled), lambda found: found[1])
+        return self.passes.run(lambda: self._pass(indices), lambda found: found[1])
 
-    def _pass(
-        self, indices: Tensor, scaled: Callable[[Tensor], Tensor]
-    ) -> tuple[BatchLoss, list[Tensor]]:
+    def _pass(self, indices: Tensor) -> tuple[BatchLoss, list[Tensor]]:
         inputs, targets = self.examples.batch(indices)
         if self.device.type != "cpu":
             inputs, targets = to_device((inputs, targets), self.device)
@@ -221,7 +216,7 @@ class MetaEngine(ClientEngine):
             loss, counted = self.losses.mean(self.model(inputs), targets, len(indices))
         # A forward pass may have frozen some parameters since.
         still = [parameter for parameter in self.trained if parameter.requires_grad]
-        gradients = torch.autograd.grad(scaled(loss), still, allow_unused=True)
+        gradients = torch.autograd.grad(self.passes.scaled(loss), still, allow_unused=True)
         found = {
             parameter: gradient.to_dense() if gradient.is_sparse else gradient
             for parameter, gradient in zip(still, gradients, strict=True)

@@ -6,6 +6,8 @@ The engine sets what the round consists of: weights, batches, the algorithm's te
 Everything else is the trainer's own (`dure.contracts.trainer`). The batches are those of
 `dure.data.batches`, as in every engine: a trainer that computes the same steps as dure's loop has
 its bits.
+
+Cost: beside the trainer's own, a copy of the weights into its model and one out of it, each round.
 """
 
 from __future__ import annotations
@@ -68,7 +70,6 @@ class TrainerEngine(ClientEngine):
         self._names = flat.names
         self._dtypes = [buffer.dtype for buffer in flat.buffers]
         self._started: set[int] = set()
-        self._ended = 0
 
     def train(self, jobs: Iterable[ClientJob]) -> Iterator[JobResult]:
         """Yield the results in the jobs' order, each computed on demand.

@@ -451,7 +451,7 @@ class DataParallelLearner(SingleLearner):
         sums = self.reducer.enabled
         if sums:
             self.reducer.begin()
-        self.scaled(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaling.scaled(loss).backward()  # type: ignore[no-untyped-call]
         if self.spans is not None:
             clock.did("backward")
             self._computed = self.spans.mark() if sums else None

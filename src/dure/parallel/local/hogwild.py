@@ -217,19 +217,14 @@ class HogwildWorker:
         )
         if not math.isfinite(value):
             raise LossNotFiniteError(value, self.meter.name, f"step {step + 1}", intact=False)
-        if self.scaling is not None:
-            self.scaling.unscale(self.model.parameters())
+        self.scaling.unscale(self.model.parameters())
         self.trimming.at(step)
         self.rates.at(step)
-        if self.scaling is None:
-            self.optimizer.step()
-        else:
-            self.scaling.step(self.optimizer)
+        self.scaling.step(self.optimizer)
         return HogwildSteps(value * counted, counted, len(indices))
 
     def _backward(self, loss: Tensor) -> None:
-        scaled = loss if self.scaling is None else self.scaling.scaled(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        self.scaling.scaled(loss).backward()  # type: ignore[no-untyped-call]
 
     def _read(self, indices: Tensor) -> tuple[Any, Any]:
         learner = self.learner
@@ -355,10 +350,9 @@ class HogwildLearner(SingleLearner):
 
     def part(self) -> dict[str, Any]:
         """Return the optimizer states of the workers of this process, and their loss scales."""
-        scales = [hog.scaling.state() for hog in self.hogwild_workers if hog.scaling is not None]
         return {
             "optimizers": [to_cpu(hog.optimizer.state_dict()) for hog in self.hogwild_workers],
-            **({"loss_scalings": scales} if scales else {}),
+            "loss_scalings": [hog.scaling.state() for hog in self.hogwild_workers],
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -367,9 +361,9 @@ class HogwildLearner(SingleLearner):
         own = state["parts"][self.group.rank]
         for hog, kept in zip(self.hogwild_workers, own["optimizers"], strict=True):
             load_optimizer(hog.optimizer, kept)
+        # Checkpoints of dure up to 0.1 do not have them.
         for hog, scale in zip(self.hogwild_workers, own.get("loss_scalings", ()), strict=False):
-            if hog.scaling is not None:
-                hog.scaling.restore(scale)
+            hog.scaling.restore(scale)
         self.round = state["round"]
         self.step = state["step"]
 

@@ -375,7 +375,7 @@ class LayersPerCoreLearner(SingleLearner):
         if not math.isfinite(loss):
             raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}")
         work.loss = loss if outcome.counted else None
-        self.scaled(outcome.loss).backward()  # type: ignore[no-untyped-call]
+        self.scaling.scaled(outcome.loss).backward()  # type: ignore[no-untyped-call]
         return [batch_trees.gradients(leaf) for leaf in leaves]
 
     def _backward(

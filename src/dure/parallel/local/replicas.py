@@ -209,7 +209,7 @@ class ReplicasLearner(SingleLearner):
     def _begin_backward(self, loss: Tensor, busy: list[ReplicaWorker]) -> None:
         """Compute the gradients of the outputs and store them in the workers' `leaves`."""
         started = time.perf_counter()
-        self.scaled(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaling.scaled(loss).backward()  # type: ignore[no-untyped-call]
         self.group.meter.compute("loss", started, time.perf_counter(), self.step + 1)
         for worker in busy:
             self._to(worker, batch_trees.nbytes(batch_trees.gradients(worker.leaves)))

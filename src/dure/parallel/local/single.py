@@ -370,16 +370,12 @@ class SingleLearner(Learner):
             self.private.begin()
         indices = self.batches.at(self.step)
         progress = self.gradients(indices, control_flags)
-        if self.scaling is not None:
-            self.scaling.unscale(self.own_parameters())
+        self.scaling.unscale(self.own_parameters())
         self.trim()
         clock = step_clock(self.group.meter, self.spans, self.step + 1)
         if self.rates is not None:
             self.rates.at(self.step)
-        if self.scaling is None:
-            self.optimizer.step()
-        else:
-            self.scaling.step(self.optimizer)
+        self.scaling.step(self.optimizer)
         if self.spans is None and self.waits_for_update:
             synchronize(self.device)  # so that the measured time includes the kernels
         clock.did("update")
@@ -413,7 +409,7 @@ class SingleLearner(Learner):
 
         def backward(loss: Tensor) -> None:
             clock.did("forward")
-            self.scaled(loss).backward()  # type: ignore[no-untyped-call]
+            self.scaling.scaled(loss).backward()  # type: ignore[no-untyped-call]
             clock.did("backward")
 
         found = accumulate_gradient(
@@ -434,10 +430,6 @@ class SingleLearner(Learner):
     def own_parameters(self) -> Iterable[Tensor]:
         """Return the tensors whose gradients this rank's optimizer uses."""
         return self.model.parameters()
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss from which backward runs."""
-        return loss if self.scaling is None else self.scaling.scaled(loss)
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a context for forward and loss: the precision of the task."""
@@ -544,17 +536,8 @@ class SingleLearner(Learner):
             "optimizer": to_cpu(self.optimizer.state_dict()),
             "buffers": to_cpu(non_persistent_buffers_of(self.model)),
             **({} if self.private is None else {"privacy": self.private.state()}),
-            **self.scaling_state(),
+            **self.scaling.state(),
         }
-
-    def scaling_state(self) -> dict[str, Any]:
-        """Return the entry of the loss scaling in the state; empty without one."""
-        return {} if self.scaling is None else {"loss_scaling": self.scaling.state()}
-
-    def restore_scaling(self, state: Mapping[str, Any]) -> None:
-        """Restore the entry of `scaling_state`."""
-        if self.scaling is not None:
-            self.scaling.restore(state["loss_scaling"])
 
     def rest(self) -> None:
         free_optimizer(self.optimizer)
@@ -571,7 +554,7 @@ class SingleLearner(Learner):
         self.step = state["step"]
         if self.private is not None:
             self.private.restore(state["privacy"])
-        self.restore_scaling(state)
+        self.scaling.restore(state)
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter, *self.loaders]

@@ -205,10 +205,12 @@ class ZeroRedundancy:
         trained = [parameter for share in self.trained for parameter in share.parameters]
         self._structure = ModelStructure(model, self.optimizer, trained, self._parts())
         # in stage 3 no rank has a whole parameter
-        self.loss_scaling: LossScaling | None = None
-        if precision == "fp16":
-            where = f"rank {self.group.rank}"
-            self.loss_scaling = LossScaling(where, self.device, self._largest)
+        self.loss_scaling = LossScaling(
+            f"rank {self.group.rank}",
+            self.device,
+            self._largest,
+            enabled=precision == "fp16",
+        )
         self._alike = ReplicaCheck(model.named_parameters() if stage < 3 else (), self._quiet)
         self._accept()
         self._stand_by_the_loop()

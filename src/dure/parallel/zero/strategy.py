@@ -319,7 +319,7 @@ class ZeROLearner(SingleLearner):
         self._losses.append(unread_loss(loss))
         self._counted += count
         clock.did("forward")
-        self.scaled(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaling.scaled(loss).backward()  # type: ignore[no-untyped-call]
         clock.did("backward")
 
     def _say(self) -> Numbers:
@@ -392,7 +392,7 @@ class ZeROLearner(SingleLearner):
             "optimizer": to_cpu(self.zero.optimizer_state_dict(SpillStore(self.folder))),
             "buffers": to_cpu(non_persistent_buffers_of(self.model)),
             "order": self.zero.passes.orders.state(),
-            **self.scaling_state(),
+            **self.scaling.state(),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -404,4 +404,4 @@ class ZeROLearner(SingleLearner):
         # A new instance: all ranks now have the loaded buffers.
         self.buffer_sync = buffer_sync_of(self.model)
         self.step = state["step"]
-        self.restore_scaling(state)
+        self.scaling.restore(state)

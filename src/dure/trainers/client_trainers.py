@@ -11,7 +11,7 @@ from dure.contracts.trainer import ClientTrainer
 
 
 @dataclass(frozen=True)
-class OneTrainer:
+class SingleTrainer:
     """The trainer of the only client of this process."""
 
     trainer: ClientTrainer
@@ -30,7 +30,7 @@ class OneTrainer:
 
 
 @dataclass(frozen=True)
-class ManyTrainers:
+class SimulatedTrainers:
     """Trainers of simulated clients, whose data follow one another in the task's data.
 
     first: index of each client's first example.
