@@ -82,10 +82,22 @@ def test_terms_of_an_algorithm_are_added_as_by_dures_loop(
     assert largest_difference(by_trainer, by_loop) <= 1e-12
 
 
-def test_several_clients_are_those_of_the_simulation(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dure.FedAvg(clients=3, batch_size=4),
+        dure.FedAvg(clients=3, batch_size=4, aggregate="median"),
+        dure.FedAvg(clients=3, batch_size=4, privacy="secure-aggregation"),
+        dure.FedAvg(clients=3, batch_size=4, privacy="user-level:1:0.1"),
+        dure.FedAdam(clients=3, batch_size=4),
+        dure.FedPer(clients=3, batch_size=4, personal_layers=1),
+        dure.FedBuff(clients=3, batch_size=4, buffer=2),
+    ],
+    ids=["mean", "median", "secure", "user-level", "fed-adam", "fed-per", "fed-buff"],
+)
+def test_several_clients_are_those_of_the_simulation(strategy: Any, tmp_path: Path) -> None:
     """Clients of unlike sizes, each with its data: the same federation by dure's loop."""
     sizes = (22, 9, 14)
-    strategy = dure.FedAvg(clients=3, batch_size=4)
 
     def make(client: int) -> Any:
         return trainer(tmp_path, client=client, n=sizes[client], optim="adamw_torch")
