@@ -73,5 +73,5 @@ def test_the_columns_of_a_frame_have_their_names() -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"age": [1.0, None], "height": [1.0, 2.0]})
     assert (
-        bad_values(Examples(frame, torch.arange(2))) == "inputs: column 0 (age) is nan in example 0"
+        bad_values(Examples(frame, torch.arange(2))) == "inputs: column 0 (age) is nan in example 1"
     )

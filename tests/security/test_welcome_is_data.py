@@ -430,6 +430,7 @@ HERE = "between processes that one user has started on one machine"
 
 DOORS: dict[tuple[str, str], str] = {
     ("__init__.py", "import_module"): FIXED,
+    ("catalog.py", "import_module"): FIXED,
     ("collectives/algorithms/table.py", "import_module"): FIXED,
     ("collectives/shared_memory/native.py", "import_module"): FIXED,
     ("collectives/shared_memory/torch_patches.py", "import_module"): FIXED,
@@ -458,6 +459,8 @@ DOORS: dict[tuple[str, str], str] = {
         "tasks/builtin.py",
         "find",
     ): "the user's text, or a folder's that `ReferenceGuard` has let pass",
+    ("trainers/libraries.py", "import_module"): FIXED,
+    ("trainers/lightning_client.py", "import_module"): FIXED,
     ("worlds/processes/fork_child.py", "import_module"): HERE,
     ("worlds/processes/parcel.py", "import_module"): HERE,
     ("worlds/processes/parcel.py", "loads"): HERE,
