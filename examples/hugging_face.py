@@ -35,14 +35,13 @@ def make_trainer(site: int) -> Trainer:
     )
 
 
-def client(url: str, site: int) -> None:
-    trainer = dure.client.patch(make_trainer(site), url, name=f"site {site}")
-    trainer.train()
-
-
 def started(event: dict) -> None:
-    for site in range(3) if "serving" in event else ():
-        Thread(target=client, args=(event["serving"], site)).start()
+    if "serving" in event:
+        # All are made here: accelerate sets up one state for all trainers of a process.
+        made = [make_trainer(site) for site in range(3)]
+        for site, trainer in enumerate(made):
+            dure.client.patch(trainer, event["serving"], name=f"site {site}")
+            Thread(target=trainer.train).start()
 
 
 with tempfile.TemporaryDirectory() as folder:

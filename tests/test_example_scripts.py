@@ -33,6 +33,7 @@ LEAST_ACCURACY = {
     "optuna_search": 0.7,
     "hugging_face": 0.6,
     "lightning_client": 0.9,
+    "trl_adapters": 0.7,
 }
 SHORT = 40
 WITH_A_SERVER = 56

@@ -1,4 +1,4 @@
-"""Program of a rank of a client: `torchrun … ranked_client.py URL FOLDER`."""
+"""Program of a rank of a client: `torchrun … ranked_client.py URL FOLDER ddp|fsdp2`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,34 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from hugging_face_cases import causal, trainer
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 import dure
 
+
+def divided(folder: Path) -> nn.Module:
+    """The model, divided over the ranks by FSDP2."""
+    if not dist.get_rank():
+        causal(torch.float64).save_pretrained(folder / "model")
+    dist.barrier()
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        folder / "model", distributed_config=config, dtype=torch.float64
+    )
+    assert all(isinstance(one, DTensor) for one in model.parameters())
+    return model
+
+
 if __name__ == "__main__":
-    url, folder = sys.argv[1], Path(sys.argv[2])
+    url, folder, division = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     made = trainer(
         folder,
-        lambda: causal(torch.float64),
+        lambda: divided(folder) if division == "fsdp2" else causal(torch.float64),
         n=24,
         optim="adamw_torch",
         per_device_train_batch_size=2,

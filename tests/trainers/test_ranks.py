@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from hugging_face_cases import causal, served, trainer
 
@@ -13,8 +14,10 @@ import dure
 from small import largest_difference
 
 
-def test_two_ranks_are_one_client(tmp_path: Path) -> None:
-    strategy = dure.FedAvg(clients=1, batch_size=4, local_epochs=2)
+@pytest.mark.parametrize("division", ["ddp", "fsdp2"])
+def test_two_ranks_are_one_client(division: str, tmp_path: Path) -> None:
+    # Its term is a tensor of each parameter's, which has to be divided like the parameter.
+    strategy = dure.FedProx(clients=1, batch_size=4, local_epochs=2, mu=0.5)
 
     def make(client: int = 0) -> object:
         model = lambda: causal(torch.float64)  # noqa: E731
@@ -25,7 +28,7 @@ def test_two_ranks_are_one_client(tmp_path: Path) -> None:
     def join(url: str) -> int:
         program = Path(__file__).with_name("ranked_client.py")
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command = [*launch, "--nproc-per-node", "2", str(program), url, str(tmp_path)]
+        command = [*launch, "--nproc-per-node", "2", str(program), url, str(tmp_path), division]
         return subprocess.run(command, timeout=120, check=True).returncode
 
     run, ended = served(task, strategy, join, tmp_path / "run")

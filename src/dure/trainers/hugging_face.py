@@ -30,14 +30,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback
 
 from dure.contracts.own_loss import IGNORED, Counts
-from dure.contracts.trainer import TrainerResult, TrainerRound
+from dure.contracts.trainer import GradientTerms, TrainerResult, TrainerRound
 from dure.trainers.continued import ContinuedTraining
 from dure.trainers.integration import BetweenRounds
 from dure.trainers.round_batches import RoundBatches, cannot_divide, loader_like
-from dure.trainers.weights import copy_tensors, load_tensors
+from dure.trainers.weights import (
+    copy_tensors,
+    divided_like,
+    divided_terms,
+    is_divided,
+    load_tensors,
+)
 
 
 class HuggingFaceTrainer:
@@ -92,6 +99,18 @@ class HuggingFaceTrainer:
 
     def tensors(self, names: Iterable[str]) -> Mapping[str, Tensor]:
         return copy_tensors(self.trainer.model, names)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.trainer.args.device
+        return device
+
+    @property
+    def is_divided(self) -> bool:
+        return is_divided(self.trainer.model)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        return divided_like(self.trainer.model.get_parameter(name), whole)
 
     def cannot(self, round: TrainerRound) -> str | None:
         args = self.trainer.args
@@ -232,12 +251,16 @@ class _RoundCallback(TrainerCallback):  # type: ignore[misc]
         self._tally = tally
         self._round: TrainerRound | None = None
         self._clip = trainer.accelerator.clip_grad_norm_
+        self._terms: GradientTerms | None = None
+        self._is_placed = False
         self._is_added = False
         self.continued: ContinuedTraining | None = None
 
     def begin(self, round: TrainerRound) -> None:
         """Begin a round."""
         self._round = round
+        self._terms = round.terms
+        self._is_placed = False
         self._tally.begin()
 
     def clip(self, *given: Any, **named: Any) -> Any:
@@ -246,9 +269,14 @@ class _RoundCallback(TrainerCallback):  # type: ignore[misc]
         return self._clip(*given, **named)
 
     def _add(self) -> None:
-        if self._round is not None and self._round.terms is not None and not self._is_added:
-            self._is_added = True
-            self._round.terms.add_to(self._trainer.model.named_parameters())
+        if self._terms is None or self._is_added:
+            return
+        model = self._trainer.model
+        if not self._is_placed:
+            # The first `train` of FSDP2 divides the model.
+            self._terms, self._is_placed = divided_terms(model, self._terms), True
+        self._terms.add_to(model.named_parameters())
+        self._is_added = True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._is_added = False
@@ -284,14 +312,33 @@ def check_trainer(trainer: Trainer) -> None:
             "the trainer orders its data by length or in turn, but a client's order is drawn from "
             "the run's seed: use train_sampling_strategy='random'"
         )
-    divided = ("is_fsdp_enabled", "is_deepspeed_enabled", "is_fsdp_xla_enabled")
-    if any(getattr(trainer, name, False) for name in divided):
-        raise ValueError(
-            "the trainer divides its model over ranks (FSDP, DeepSpeed), and a client loads whole "
-            "weights on each rank: use data parallelism (DDP)"
-        )
+    _check_division(trainer)
     if trainer.args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size changes the batch size in a run: leave it out")
+
+
+_DIVISIONS = {"is_deepspeed_enabled": "DeepSpeed", "is_fsdp_xla_enabled": "FSDP of XLA"}
+"""Attributes of a trainer that divides its model otherwise than FSDP2."""
+
+
+def _check_division(trainer: Trainer) -> None:
+    """Check that ranks hold whole weights, or the parts of FSDP2. Raises ValueError."""
+    found = next((why for name, why in _DIVISIONS.items() if getattr(trainer, name, False)), None)
+    if getattr(trainer, "is_fsdp_enabled", False):
+        version = getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
+        found = None if version == 2 else "FSDP 1"
+    model = trainer.model
+    if is_divided(model) and not any(isinstance(one, FSDPModule) for one in model.modules()):
+        found = "tensor parallelism"
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        for size in ("tp_size", "pp_size", "ep_size"):
+            if (getattr(model.config.distributed_config, size, None) or 1) > 1:
+                found = f"{size} of its distributed_config"
+    if found is not None:
+        raise ValueError(
+            f"the trainer divides its model over ranks by {found}, and a client's weights are "
+            "loaded whole or divided by FSDP2: use FSDP2, or data parallelism (DDP)"
+        )
 
 
 def cannot_add_terms(trainer: Trainer) -> str | None:

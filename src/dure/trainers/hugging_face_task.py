@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from transformers import EvalPrediction, Trainer, get_scheduler
+from transformers import EvalPrediction, PreTrainedModel, Trainer, get_scheduler
 
 from dure.contracts.lr_schedule import StepSchedule
 from dure.contracts.own_loss import Counts, OwnLoss
@@ -29,6 +31,7 @@ from dure.contracts.task import Task
 from dure.data.datasets import DatasetExamples
 from dure.trainers.hugging_face import check_trainer
 from dure.trainers.optimizers import settings_of
+from dure.trainers.weights import copy_tensors, is_divided, load_tensors
 
 _NEXT_TOKENS = ("ForCausalLM", "LMHeadModel")
 _TOKENS = ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration", "ForPreTraining")
@@ -54,7 +57,7 @@ def task_from_trainer(
     check_trainer(trainer)
     args = trainer.args
     fields: dict[str, Any] = {
-        "model": TrainerModelFactory(trainer.model),
+        "model": model_factory(trainer.model),
         "loss": OwnLoss(counts_of(trainer.model) if counts is None else counts),
         "train": examples_of_loader(trainer.get_train_dataloader()),
         "test": _evaluation_examples(trainer),
@@ -83,6 +86,42 @@ class TrainerModelFactory:
 
     def __call__(self) -> nn.Module:
         return copy.deepcopy(self.model).cpu()
+
+
+def model_factory(model: nn.Module) -> Callable[[], nn.Module]:
+    """Return a factory of whole copies of a model, which FSDP2 may have divided.
+
+    All ranks of a divided model have to call it, and the factory works in rank 0. Raises ValueError
+    for a divided model that cannot be made from its configuration.
+    """
+    if not is_divided(model):
+        return TrainerModelFactory(model)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"a divided {type(model).__name__} cannot be made anew from a configuration: patch "
+            "the trainer before its model is divided"
+        )
+    whole: nn.Module | None = None
+    if not dist.get_rank():
+        # fully_shard gives the model a class of its own, derived from the model's.
+        kind = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+        config = copy.deepcopy(model.config)
+        config.distributed_config = None
+        whole = kind(config).to(model.dtype).train(model.training)
+        for name, own in model.named_parameters():
+            whole.get_parameter(name).requires_grad_(own.requires_grad)
+    for name in [*dict(model.named_parameters()), *dict(model.named_buffers())]:
+        found = copy_tensors(model, [name])
+        if whole is not None:
+            load_tensors(whole, found)
+    return _InRank0() if whole is None else TrainerModelFactory(whole)
+
+
+class _InRank0:
+    """Factory of the other ranks, which make no model."""
+
+    def __call__(self) -> nn.Module:
+        raise ValueError("whole models are made in rank 0 alone")
 
 
 def counts_of(model: nn.Module) -> Counts:
