@@ -1,12 +1,17 @@
-"""What a patch costs a trainer: a local epoch of a transformers.Trainer with and without dure.
+"""Cost of a patch: a transformers.Trainer with and without dure, and as a client beside dure.join.
 
-A round of a simulated client has the same epoch as the trainer alone, and besides the loading of
-the weights, the difference and its check. Both take turns in one process; the ratio is of medians.
+    epoch    a local epoch of the trainer alone, and the same epoch as a client's round, which also
+             loads the weights, and computes and checks the update
+    travel   receiving a model and sending an update over loopback, by a patched trainer and by
+             `dure.join` with the same model and data; training is not counted
+
+Both of a pair take turns in one process; ratios are of medians.
 
     python benchmarks/trainers.py [--millions 10] [--steps 20] [--repeats 5]
-        [--result benchmarks/results/trainers.json]
+        [--travels 124] [--result benchmarks/results/trainers.json]
 
---millions: parameters of the model. --steps: steps of an epoch, of 8 rows of 64 tokens.
+--millions: parameters of the model of the epochs. --steps: steps of an epoch, of 8 rows of 64
+tokens. --travels: parameters of the model that travels, in millions.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -56,14 +62,8 @@ def trainer(millions: float, steps: int, folder: str) -> Any:
     return Trainer(LlamaForCausalLM(config), arguments, train_dataset=data)
 
 
-def main() -> None:
-    """Time both, in turns."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--millions", type=float, default=10)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=5)
-    takes_result(parser)
-    asked = parser.parse_args()
+def epochs(asked: argparse.Namespace) -> dict[str, Any]:
+    """Time epochs of a trainer alone and as rounds of a client."""
     alone: list[float] = []
     patched: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -96,17 +96,91 @@ def main() -> None:
         f"s, a round {middle['round']:.2f} s, ratio {ratio:.3f}",
         file=sys.stderr,
     )
-    give(
-        {
-            "parameters": parameters,
-            "steps": asked.steps,
-            "epoch_seconds": alone,
-            "round_seconds": patched,
-            "ratio": ratio,
-            "dure": dure.__version__,
-        },
-        asked.result,
+    return {
+        "parameters": parameters,
+        "steps": asked.steps,
+        "epoch_seconds": alone,
+        "round_seconds": patched,
+        "ratio": ratio,
+    }
+
+
+class Travel:
+    """Seconds in which models are received and updates are sent, by a client's events."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._since = 0.0
+        self._now = 0.0
+
+    def __call__(self, what: str, about: Any) -> None:
+        """Note an event of a client."""
+        at = time.perf_counter()
+        if what in ("fetching", "sending"):
+            self._since = at
+        elif what == "training":
+            self._now = at - self._since
+        elif what == "sent":
+            self.seconds.append(self._now + at - self._since)
+
+
+def travel(way: str, millions: float, rounds: int, folder: str) -> list[float]:
+    """Return the seconds of travel of each round of a federation of one client."""
+    made = trainer(millions, 1, f"{folder}/trainer")
+    noted = Travel()
+    threads: list[threading.Thread] = []
+
+    def client(url: str) -> None:
+        if way == "patched":
+            dure.client.patch(made, url, name="site", on_progress=noted).train()
+        else:
+            dure.join(url, dure.Task.from_trainer(made, metrics={}), name="site", on_progress=noted)
+
+    def started(event: Any) -> None:
+        if "serving" in event:
+            threads.append(threading.Thread(target=client, args=(event["serving"],)))
+            threads[-1].start()
+
+    dure.serve(
+        dure.Task.from_trainer(made, train=None, metrics={}),
+        dure.FedAvg(clients=1, batch_size=ROWS),
+        dure.Stop(rounds=rounds),
+        port=0,
+        access="open",
+        on_progress=started,
     )
+    threads[0].join()
+    # The first round connects, and allocates.
+    return noted.seconds[1:]
+
+
+def travels(asked: argparse.Namespace) -> dict[str, Any]:
+    """Time what travels, by a patched trainer and by `dure.join`, in turns."""
+    found: dict[str, list[float]] = {"patched": [], "join": []}
+    for _ in range(2):
+        for way, seconds in found.items():
+            with tempfile.TemporaryDirectory() as folder:
+                seconds += travel(way, asked.travels, asked.repeats, folder)
+    middle = {way: statistics.median(seconds) for way, seconds in found.items()}
+    ratio = middle["patched"] / middle["join"]
+    print(
+        f"{asked.travels:g} million parameters received and sent: patched {middle['patched']:.2f} "
+        f"s, dure.join {middle['join']:.2f} s, ratio {ratio:.3f}",
+        file=sys.stderr,
+    )
+    return {"millions": asked.travels, "seconds": found, "ratio": ratio}
+
+
+def main() -> None:
+    """Time epochs and travel."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--millions", type=float, default=10)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--travels", type=float, default=124)
+    takes_result(parser)
+    asked = parser.parse_args()
+    give({**epochs(asked), "travel": travels(asked), "dure": dure.__version__}, asked.result)
 
 
 if __name__ == "__main__":

@@ -214,6 +214,9 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "test_the_shell_lines_of_a_page_run[",
         "test_the_shell_lines_of_the_first_pages_run[README.md]",
     ),
+    "trainers/test_hugging_face.py": (
+        "test_a_client_whose_process_is_killed_goes_on_with_its_round",
+    ),
     "worlds/network/test_audited.py": (
         "test_every_message_that_left_has_its_line_and_every_line_its_message[parallel]",
         "test_every_message_that_left_has_its_line_and_every_line_its_message[split, through",

@@ -68,7 +68,7 @@ QUICK = {
     "single_worker": "--repeat 1",
     "split": "--quick",
     "split_leakage": "--rounds 1",
-    "trainers": "--millions 1 --steps 2 --repeats 1",
+    "trainers": "--millions 1 --steps 2 --repeats 2 --travels 1",
     "start_up": "--repeats 1 --sizes 0.1 --systems 'pipeline 2'",
     "study_chain": "--rounds 2 --steps 1 --small",
     "study_convex": "--data DATA --tasks heart-disease --passes 1 --rates 0.1 --rhos 0.1",

@@ -1,4 +1,4 @@
-"""Program of a rank of a client: `torchrun … ranked_client.py URL FOLDER ddp|fsdp2`."""
+"""Program of a rank of a client: `torchrun … ranked_client.py URL FOLDER ddp|fsdp2|lightning`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,31 @@ def divided(folder: Path) -> nn.Module:
     return model
 
 
-if __name__ == "__main__":
-    url, folder, division = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+def hugging_face(url: str, folder: Path, division: str) -> str:
+    """Take part with a transformers.Trainer."""
     made = trainer(
         folder,
         lambda: divided(folder) if division == "fsdp2" else causal(torch.float64),
-        n=24,
+        n=22,
         optim="adamw_torch",
         per_device_train_batch_size=2,
     )
     assert made.args.world_size == 2
-    print(dure.client.patch(made, url, name="site").train())
+    reason: str = dure.client.patch(made, url, name="site").train()
+    return reason
+
+
+def lightning(url: str) -> str:
+    """Take part with a lightning.Trainer."""
+    import test_lightning
+
+    made = test_lightning.trainer(devices=2, strategy="ddp", use_distributed_sampler=False)
+    assert made.world_size == 2
+    dure.client.patch(made, url, name="site")
+    reason: str = made.fit(*test_lightning.in_float64(batch_size=2))
+    return reason
+
+
+if __name__ == "__main__":
+    url, folder, division = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    print(lightning(url) if division == "lightning" else hugging_face(url, folder, division))

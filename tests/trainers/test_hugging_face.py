@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -334,6 +337,19 @@ def test_a_killed_client_goes_on_with_its_round(tmp_path: Path) -> None:
     run, ended = served(task, EPOCHS, join, tmp_path / "run")
     assert ended == ["the run is over"]
     assert same_bits(run, one(make, stop=ROUNDS))
+
+
+def test_a_client_whose_process_is_killed_goes_on_with_its_round(tmp_path: Path) -> None:
+    task = dure.Task.from_trainer(trainer(tmp_path), train=None, metrics={})
+    program = Path(__file__).with_name("killed_client.py")
+
+    def join(url: str) -> list[int]:
+        command = [sys.executable, str(program), url, str(tmp_path)]
+        return [subprocess.run(command, timeout=120, check=False).returncode for _ in range(2)]
+
+    run, ended = served(task, EPOCHS, join, tmp_path / "run")
+    assert ended == [[-signal.SIGKILL, 0]]
+    assert same_bits(run, one(partial(trainer, tmp_path, optim="adamw_torch"), stop=ROUNDS))
 
 
 def test_a_schedule_of_steps_is_refused_by_systems_of_rounds(tmp_path: Path) -> None:

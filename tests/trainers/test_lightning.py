@@ -66,6 +66,13 @@ class Data(lightning.LightningDataModule):  # type: ignore[misc]
         return DataLoader(self.examples, batch_size=4, shuffle=True)
 
 
+def in_float64(batch_size: int) -> tuple[Classifier, DataLoader[Any]]:
+    """A module and its data in float64."""
+    data = Data().examples
+    exact = TensorDataset(data.tensors[0].double(), data.tensors[1])
+    return Classifier().double(), DataLoader(exact, batch_size=batch_size)
+
+
 def trainer(**settings: Any) -> Any:
     return lightning.Trainer(
         **{

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +15,23 @@ import dure
 from small import largest_difference
 
 
-@pytest.mark.parametrize("division", ["ddp", "fsdp2"])
+def hugging_face(folder: Path) -> Any:
+    model = lambda: causal(torch.float64)  # noqa: E731
+    return trainer(folder, model, n=22, optim="adamw_torch")
+
+
+@pytest.mark.parametrize("division", ["ddp", "fsdp2", "lightning"])
 def test_two_ranks_are_one_client(division: str, tmp_path: Path) -> None:
-    # Its term is a tensor of each parameter's, which has to be divided like the parameter.
+    # The term is a tensor of each parameter's, which has to be divided like the parameter. The
+    # last step has a single example for each rank.
     strategy = dure.FedProx(clients=1, batch_size=4, local_epochs=2, mu=0.5)
-
-    def make(client: int = 0) -> object:
-        model = lambda: causal(torch.float64)  # noqa: E731
-        return trainer(tmp_path, model, n=24, optim="adamw_torch")
-
-    task = dure.Task.from_trainer(make(), train=None, metrics={})
+    if division == "lightning":
+        test_lightning = pytest.importorskip("test_lightning")
+        task = dure.Task.from_lightning(*test_lightning.in_float64(4), train=None, metrics={})
+        make = lambda client: (test_lightning.trainer(), *test_lightning.in_float64(4))  # noqa: E731
+    else:
+        task = dure.Task.from_trainer(hugging_face(tmp_path), train=None, metrics={})
+        make = lambda client: hugging_face(tmp_path)  # noqa: E731
 
     def join(url: str) -> int:
         program = Path(__file__).with_name("ranked_client.py")
@@ -34,5 +42,5 @@ def test_two_ranks_are_one_client(division: str, tmp_path: Path) -> None:
     run, ended = served(task, strategy, join, tmp_path / "run")
     assert ended == [0]
     alone = dure.simulate(make, clients=1, strategy=strategy, stop=dure.Stop(rounds=3))
-    assert [step.samples for step in run.history.steps] == [48, 96, 144]
+    assert [step.samples for step in run.history.steps] == [44, 88, 132]
     assert largest_difference(run, alone) <= 1e-12

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback
@@ -80,14 +81,14 @@ class HuggingFaceTrainer:
             self._hook.continued = self._continued
 
     @property
-    def accumulated(self) -> int:
-        """Batches of a step of the optimizer, over all ranks."""
-        args = self.trainer.args
-        return int(args.gradient_accumulation_steps * max(1, args.world_size))
+    def ranks(self) -> int:
+        """Number of ranks of the trainer."""
+        return max(1, int(self.trainer.args.world_size))
 
     @property
     def batch_size(self) -> int:
-        return int(self.trainer.args.train_batch_size * self.accumulated)
+        args = self.trainer.args
+        return int(args.train_batch_size * args.gradient_accumulation_steps) * self.ranks
 
     @property
     def examples(self) -> int:
@@ -121,7 +122,9 @@ class HuggingFaceTrainer:
         if self._continued is not None:
             # The order of the data is the trainer's.
             return None
-        return cannot_divide(round, args.train_batch_size, self.accumulated)
+        return cannot_divide(
+            round, args.train_batch_size, args.gradient_accumulation_steps, self.ranks
+        )
 
     def run(self, round: TrainerRound) -> TrainerResult:
         self._attach()
@@ -160,10 +163,19 @@ class HuggingFaceTrainer:
     def _round(self, round: TrainerRound) -> Iterator[None]:
         """Context manager: `train` trains this round, from a new optimizer on."""
         trainer, args = self.trainer, self.trainer.args
-        batches = RoundBatches(round, args.train_batch_size)
+        rank = args.process_index if self.ranks > 1 else 0
+        batches = RoundBatches(round, args.train_batch_size, rank, self.ranks)
 
         def loader() -> Any:
-            return trainer.accelerator.prepare(loader_like(self._loader(), batches))
+            # The batches are this rank's already: accelerate would divide them once more, and
+            # repeat examples where the last step is short.
+            return prepare_data_loader(
+                loader_like(self._loader(), batches),
+                trainer.accelerator.device,
+                num_processes=1,
+                process_index=0,
+                put_on_device=trainer.accelerator.device_placement,
+            )
 
         with ExitStack() as undo:
             # Whole passes are epochs of the trainer, so that its callbacks see them.

@@ -19,6 +19,8 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -28,19 +30,24 @@ from dure.trainers.continued import ContinuedTraining
 from dure.trainers.integration import BetweenRounds, TrainedClient, TrainerIntegration
 from dure.trainers.lightning_task import task_from_lightning, training_loader
 from dure.trainers.round_batches import RoundBatches, cannot_divide, loader_like
-from dure.trainers.weights import copy_tensors, load_tensors
+from dure.trainers.weights import copy_tensors, divided_like, is_divided, load_tensors
 
 
 def integrate(trainer: Any) -> TrainerIntegration:
     """Return the integration of a trainer. Raises ValueError if it cannot train a client."""
     if trainer.world_size > 1:
-        raise ValueError("a lightning.Trainer of several devices cannot train a client: use one")
+        _check_ranks(trainer)
     fit = trainer.fit
 
     def client(
         state: BetweenRounds, given: tuple[Any, ...], named: Mapping[str, Any]
     ) -> TrainedClient:
         module, data, validation = _arguments_of_fit(*given, **named)
+        if trainer.world_size > 1:
+            if state == "keep":
+                raise ValueError("between_rounds='keep' is not possible with several devices")
+            # The ranks need their process group before `fit`, which would make it.
+            trainer.strategy.setup_environment()
         made = LightningTrainer(trainer, fit, module, data, validation, state)
         task = task_from_lightning(
             module, data, optimizer=Task.optimizer, lr_schedule=None, metrics={}
@@ -48,6 +55,20 @@ def integrate(trainer: Any) -> TrainerIntegration:
         return TrainedClient(made, task)
 
     return TrainerIntegration("fit", client)
+
+
+def _check_ranks(trainer: Any) -> None:
+    """Check that a trainer of several devices can train a client. Raises ValueError."""
+    kind = type(trainer.strategy).__name__
+    why = None
+    if kind != "DDPStrategy":
+        why = f"its strategy is {kind}: use strategy='ddp'"
+    elif not trainer.strategy.cluster_environment.creates_processes_externally:
+        why = "it starts its ranks in fit: start them with torchrun"
+    elif trainer._accelerator_connector.use_distributed_sampler:
+        why = "it divides the data over ranks, which dure does: set use_distributed_sampler=False"
+    if why is not None:
+        raise ValueError(f"a lightning.Trainer of several devices cannot train this client: {why}")
 
 
 def _arguments_of_fit(
@@ -106,7 +127,8 @@ class LightningTrainer:
 
     @property
     def batch_size(self) -> int:
-        return int(self._loader.batch_size * self.trainer.accumulate_grad_batches)
+        own = int(self._loader.batch_size * self.trainer.accumulate_grad_batches)
+        return own * int(self.trainer.world_size)
 
     @property
     def examples(self) -> int:
@@ -118,10 +140,27 @@ class LightningTrainer:
     def tensors(self, names: Iterable[str]) -> Mapping[str, Tensor]:
         return copy_tensors(self.module, names)
 
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.trainer.strategy.root_device
+        return device
+
+    @property
+    def is_divided(self) -> bool:
+        return is_divided(self.module)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        return divided_like(self.module.get_parameter(name), whole)
+
     def cannot(self, round: TrainerRound) -> str | None:
         if self._continued is not None:
             return None
-        return cannot_divide(round, self._loader.batch_size, self.trainer.accumulate_grad_batches)
+        return cannot_divide(
+            round,
+            self._loader.batch_size,
+            self.trainer.accumulate_grad_batches,
+            self.trainer.world_size,
+        )
 
     def run(self, round: TrainerRound) -> TrainerResult:
         if self._hook not in self.trainer.callbacks:
@@ -131,7 +170,7 @@ class LightningTrainer:
         else:
             self._hook.begin(round)
             self._fit_round(round)
-        found: TrainerResult = self._hook.result()
+        found: TrainerResult = self._hook.result(self.trainer)
         return found
 
     def close(self) -> None:
@@ -145,7 +184,10 @@ class LightningTrainer:
         trainer = self.trainer
         passes = round.passes
         restart_fit_loop(trainer, passes or 1, -1 if passes else len(round.batches))
-        loader = loader_like(self._loader, RoundBatches(round, self._loader.batch_size))
+        batches = RoundBatches(
+            round, self._loader.batch_size, trainer.global_rank, trainer.world_size
+        )
+        loader = loader_like(self._loader, batches)
         self._fit(self.module, loader, self._validation)
 
 
@@ -187,12 +229,17 @@ def _round_callback(module: Any) -> Any:
             self._seen = 0
             self._losses: list[tuple[Tensor, int]] = []
 
-        def result(self) -> TrainerResult:
-            """Return the round's steps, samples and loss."""
+        def result(self, trainer: Any) -> TrainerResult:
+            """Return the round's steps, samples and loss, over all ranks."""
             total = sum(float(loss) * count for loss, count in self._losses)
-            counted = float(sum(count for _, count in self._losses))
+            counted = sum(count for _, count in self._losses)
+            sums = torch.tensor([self._samples, counted, total], dtype=torch.float64)
+            if trainer.world_size > 1:
+                sums = sums.to(trainer.strategy.root_device)
+                dist.all_reduce(sums)
+            samples, counted, total = sums.tolist()
             mean = total / counted if counted else 0.0
-            return TrainerResult(self._steps, self._samples, mean, counted)
+            return TrainerResult(self._steps, int(samples), mean, counted)
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, at: int) -> None:
             if self._round.look is not None:
