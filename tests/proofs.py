@@ -56,6 +56,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "federated/engines/test_engine_ray.py": (
         "test_a_client_that_diverges_is_a_failure_and_a_lost_actor_names_the_client",
+        "test_an_actor_without_progress_is_an_error_that_names_the_client",
         "test_a_run_on_it_is_the_run_without_it",
         "test_frozen_weights_that_are_not_those_of_the_seed_reach_the_actors",
         "test_what_a_tasks_file_registers_and_what_is_set_here_is_there_too",
@@ -216,6 +217,14 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "trainers/test_hugging_face.py": (
         "test_a_client_whose_process_is_killed_goes_on_with_its_round",
+        "test_several_clients_are_those_of_the_simulation[fed-adam]",
+        "test_several_clients_are_those_of_the_simulation[fed-buff]",
+        "test_several_clients_are_those_of_the_simulation[median]",
+        "test_terms_of_an_algorithm_are_added_as_by_dures_loop[0.0-",
+    ),
+    "trainers/test_ranks.py": (
+        "test_two_ranks_are_one_client[ddp]",
+        "test_two_ranks_are_one_client[lightning]",
     ),
     "worlds/network/test_audited.py": (
         "test_every_message_that_left_has_its_line_and_every_line_its_message[parallel]",
