@@ -5,7 +5,8 @@
     travel   receiving a model and sending an update over loopback, by a patched trainer and by
              `dure.join` with the same model and data; training is not counted
 
-Both of a pair take turns in one process; ratios are of medians.
+Both take turns in one process. The ratio of epochs is the median of the pairs' ratios, that of
+travel a ratio of medians.
 
     python benchmarks/trainers.py [--millions 10] [--steps 20] [--repeats 5]
         [--travels 124] [--result benchmarks/results/trainers.json]
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from outcome import give, takes_result
+from rounds import median_ratio
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import dure
@@ -74,21 +76,27 @@ def epochs(asked: argparse.Namespace) -> dict[str, Any]:
         names = [name for name, _ in plain.model.named_parameters()]
         before = dict(client.trainer.tensors(names))
         order = torch.arange(ROWS * asked.steps).split(ROWS)
-        for number in range(asked.repeats + 1):
-            started = time.perf_counter()
+
+        def epoch(number: int) -> None:
             plain.train()
-            between = time.perf_counter()
-            # A round as the engine makes it.
+
+        def round(number: int) -> None:
+            # As the engine makes it.
             client.trainer.load(before)
             client.trainer.run(TrainerRound(number, order, asked.steps, 0))
             now = client.trainer.tensors(names)
             changes = [now[name] - before[name] for name in names]
             assert all(bool(one.isfinite().all()) for one in changes)
-            ended = time.perf_counter()
-            if number:  # the first is warm-up
-                alone.append(between - started)
-                patched.append(ended - between)
-    ratio = statistics.median(patched) / statistics.median(alone)
+
+        both = [(epoch, alone), (round, patched)]
+        for number in range(asked.repeats + 1):
+            # Each is the first of a pair as often as the second.
+            for work, seconds in both[:: 1 if number % 2 else -1]:
+                started = time.perf_counter()
+                work(number)
+                if number:  # the first is warm-up
+                    seconds.append(time.perf_counter() - started)
+    ratio = median_ratio(patched, alone)
     parameters = sum(one.numel() for one in before.values())
     middle = {"trainer": statistics.median(alone), "round": statistics.median(patched)}
     print(
@@ -145,6 +153,7 @@ def travel(way: str, millions: float, rounds: int, folder: str) -> list[float]:
         dure.Task.from_trainer(made, train=None, metrics={}),
         dure.FedAvg(clients=1, batch_size=ROWS),
         dure.Stop(rounds=rounds),
+        out=f"{folder}/run",
         port=0,
         access="open",
         on_progress=started,
