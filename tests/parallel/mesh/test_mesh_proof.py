@@ -69,6 +69,44 @@ def test_a_wrong_plan_is_refused_on_every_mesh(strategy: Parallel) -> None:
         dure.train(task(), strategy, dure.Processes(strategy.mesh.size), dure.Stop(steps=1))
 
 
+class Recurrent(nn.Module):
+    """A block whose first passes have no gradient, as in a hierarchical reasoning model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            inputs = self.second(self.first(inputs).tanh())
+        result: torch.Tensor = self.second(self.first(inputs).tanh())
+        return result
+
+
+def recurrent() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Recurrent(), nn.Linear(6, 6), nn.Linear(6, 3)).double()
+
+
+def test_a_divided_layer_without_a_gradient_is_refused_in_a_pipeline() -> None:
+    data = task().train
+    plan = {"0.first": Column(), "0.second": Row()}
+    for mesh in (Mesh(1, 2, 2), Mesh(tensor=2)):
+        strategy = Parallel(mesh, 12, 2, plan=plan)
+        work = partial(
+            dure.train,
+            dure.Task(recurrent, F.cross_entropy, data, optimizer=partial(torch.optim.SGD, lr=0.1)),
+            strategy,
+            dure.Processes(mesh.size),
+            dure.Stop(steps=1),
+        )
+        if mesh.pipeline > 1:
+            with pytest.raises(ValueError, match=r"the plan divides 0\.first, .*no_grad"):
+                work()
+        else:
+            work()
+
+
 def test_a_proof_is_recorded_and_leaves_the_run_as_it_would_be_without() -> None:
     strategy = dure.TensorParallel(12, plan=RIGHT)
     runs = [

@@ -5,18 +5,20 @@ Each check raises ValueError with the cause and a remedy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.optim import Optimizer
 
 from dure.data.examples import Examples
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.optimizer_sharding import check_element_wise, check_parameter_wise
+from dure.parallel.pipeline.aliasing import subgraph_of
 from dure.parallel.pipeline.cut import CutModel
-from dure.parallel.tensor.dividing import check_lengths, check_plan
+from dure.parallel.pipeline.trace import owner_of
+from dure.parallel.tensor.dividing import check_lengths, check_plan, fits
 from dure.parallel.tensor.plan import DivisionPlan, divides_sequences
 from dure.randomness.seeds import generators_state, restore_generators
 
@@ -46,6 +48,28 @@ def check_layers(
     for each in examples:
         if each is not None and len(each):
             check_lengths(model, plan, degree, sample(each, 1))
+
+
+def check_regions(nodes: Iterable[fx.Node], plan: DivisionPlan) -> None:
+    """Check that no layer of the plan computes within an operation that has a graph of its own.
+
+    A stage calls such an operation, for example a region of `torch.no_grad()`, as a whole.
+
+    nodes: operations of a trace of the undivided model.
+    """
+    for node in nodes:
+        inside = subgraph_of(node)
+        if inside is None:
+            continue
+        for within in inside[0].nodes:
+            owner = owner_of(within)
+            if any(fits(owner, pattern) for pattern in plan):
+                raise ValueError(
+                    f"the plan divides {owner}, which the model computes within torch.no_grad(), "
+                    "and a stage of a pipeline cannot divide that: use a mesh without a pipeline, "
+                    "or leave the layer out of the plan"
+                )
+        check_regions(inside[0].nodes, plan)
 
 
 def check_cut(cut: CutModel, replicas: int, recompute: bool, evaluates: bool) -> None:

@@ -67,6 +67,7 @@ from dure.parallel.mesh.check import (
     check_cut,
     check_layers,
     check_optimizer,
+    check_regions,
     sample,
 )
 from dure.parallel.mesh.checkpoint import part_of, restore, state_of, weights_of
@@ -101,6 +102,7 @@ from dure.parallel.pipeline.trace import TRACES
 from dure.parallel.tensor.builtin_plans import plan_of
 from dure.parallel.tensor.divided import draws_of
 from dure.parallel.tensor.dividing import divide
+from dure.parallel.tensor.plan import DivisionPlan
 from dure.parallel.tensor.rng import modules_on_shards
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.parallel.weight_broadcast import share_weights
@@ -298,11 +300,14 @@ class Parallel(Strategy):
         train, test = examples_for(task)
         check_zero(self.zero, self.mesh, self.mesh.pipeline * (self.stages_per_rank or 1), model)
         check_optimizer(task.optimizer(list(model.parameters())), self.mesh, self.zero)
+        plan: DivisionPlan = {}
         if self.mesh.tensor > 1 or not self.plan.is_ready:
             plan = plan_of(model, self.sequence, self.plan)
             check_layers(model, plan, self.mesh.tensor, (train, test))
         if not self.runs_untraced:
-            return self._checked_cut(model, train, test)
+            cut = self._checked_cut(model, train, test)
+            check_regions(cut.reference.operations, plan)
+            return cut
         if self.cut:
             raise ValueError(
                 f"a model in one stage has no cut, but cut names {', '.join(self.cut)}"
