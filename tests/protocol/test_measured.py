@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from dure.protocol.encoding import from_bytes, to_bytes
 from dure.protocol.evaluation_results import merge_evaluations
 from dure.protocol.messages import EvaluationResults
 
@@ -53,7 +52,3 @@ def test_sums_of_two_forms_are_not_added() -> None:
     assert found.sums == {}
     assert found.values["client_loss"][-1] == 1.0
     assert found.clients == [0, 2, 5, 7, 8]
-
-
-def test_all_of_it_travels() -> None:
-    assert same(from_bytes(to_bytes(ALL)), ALL)  # type: ignore[arg-type]

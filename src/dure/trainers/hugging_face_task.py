@@ -104,7 +104,7 @@ def model_factory(model: nn.Module) -> Callable[[], nn.Module]:
     whole: nn.Module | None = None
     if not dist.get_rank():
         # fully_shard gives the model a class of its own, derived from the model's.
-        kind = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+        kind: Any = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
         config = copy.deepcopy(model.config)
         config.distributed_config = None
         whole = kind(config).to(model.dtype).train(model.training)

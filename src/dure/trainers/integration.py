@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from dure.contracts.task import Task
-from dure.contracts.trainer import ClientTrainer
+from dure.trainers.ranks import RankTrainer
 
 BetweenRounds = Literal["reset", "keep"]
 """Whether a client's optimizer, schedule and counters begin anew in each round."""
@@ -15,7 +15,7 @@ BetweenRounds = Literal["reset", "keep"]
 class TrainedClient(NamedTuple):
     """Trainer of a client, and the client's task."""
 
-    trainer: ClientTrainer
+    trainer: RankTrainer
     task: Task
 
 

@@ -67,9 +67,9 @@ def patch(
         trained: ClientTrainer = client.trainer
         if ranks() > 1:
             if dist.get_rank():
-                follow(trained)
+                follow(client.trainer)
                 return "rank 0 has left the federation"
-            trained = RankedTrainer(trained)
+            trained = RankedTrainer(client.trainer)
         task = dataclasses.replace(client.task, trainer=SingleTrainer(trained))
         try:
             return join(url, task, on_progress=tell, **identity)
