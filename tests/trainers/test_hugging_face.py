@@ -287,6 +287,21 @@ def test_a_smaller_step_inside_a_pass_cannot_be_accumulated() -> None:
     assert cannot_divide(round_of([4, 2, 4], 2), 4, 1) is None
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_each_step_evenly_and_repeat_no_example(ranks: int) -> None:
+    sizes = [8, 8, 4]
+    steps = round_of(sizes, 3)
+    parts = [list(RoundBatches(steps, 2, rank, ranks)) for rank in range(ranks)]
+    each = [sum(map(len, part)) for part in parts]
+    assert each == [sum(sizes) // ranks] * ranks
+    seen = sorted(example for part in parts for batch in part for example in batch)
+    assert seen == sorted(example for step in steps.batches for example in step.tolist())
+    assert cannot_divide(steps, 2, 1, ranks) is None
+    uneven = cannot_divide(round_of([8, 8, 5], 3), 2, 1, ranks)
+    assert uneven is not None
+    assert f"a step of 5 examples cannot be shared evenly by {ranks} ranks" in uneven
+
+
 def adapted(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """The causal model with PEFT's adapters."""
     peft = pytest.importorskip("peft")

@@ -227,3 +227,12 @@ class TwoOptimizers(Classifier):
 def test_what_a_task_cannot_take_over_is_refused(module: Any, refusal: str) -> None:
     with pytest.raises(ValueError, match=refusal):
         dure.Task.from_lightning(module(), Data())
+
+
+def test_several_devices_without_their_ranks_are_refused() -> None:
+    made = trainer(devices=2, strategy="ddp", use_distributed_sampler=False)
+    with pytest.raises(ValueError, match="it starts its ranks in fit: start them with torchrun"):
+        dure.client.patch(made, "http://127.0.0.1:1")
+    made = trainer(devices=2, strategy="ddp_spawn")
+    with pytest.raises(ValueError, match="cannot train this client"):
+        dure.client.patch(made, "http://127.0.0.1:1")
