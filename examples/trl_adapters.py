@@ -1,4 +1,4 @@
-"""Three sites train adapters of one language model, each by its own trl.SFTTrainer (dure[trl,peft]).
+"""Three sites train adapters of a language model, each by its trl.SFTTrainer (dure[trl,peft]).
 
 The trainers are simulated one after another; `dure.client.patch` makes each a client."""
 
@@ -14,7 +14,7 @@ from trl import SFTConfig, SFTTrainer
 import dure
 
 LINES = [f"the {who} sat on a {what}" for who in ("cat", "dog") for what in ("mat", "log")]
-codes = {word: i for i, word in enumerate("the cat dog sat on a mat log <end>".split())}
+codes = {"the": 0, "cat": 1, "dog": 2, "sat": 3, "on": 4, "a": 5, "mat": 6, "log": 7, "<end>": 8}
 words = Tokenizer(models.WordLevel(codes, unk_token="<end>"))
 words.pre_tokenizer = pre_tokenizers.Whitespace()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<end>", eos_token="<end>")
