@@ -225,6 +225,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "trainers/test_ranks.py": (
         "test_two_ranks_are_one_client[ddp]",
         "test_two_ranks_are_one_client[lightning]",
+        "test_ranks_that_go_on_over_rounds_are_one_client[keep]",
     ),
     "worlds/network/test_audited.py": (
         "test_every_message_that_left_has_its_line_and_every_line_its_message[parallel]",

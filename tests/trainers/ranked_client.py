@@ -1,4 +1,4 @@
-"""Program of a rank of a client: `torchrun … ranked_client.py URL FOLDER ddp|fsdp2|lightning`."""
+"""Program of a rank of a client: `torchrun … ranked_client.py URL FOLDER DIVISION`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,26 @@ def hugging_face(url: str, folder: Path, division: str) -> str:
     return reason
 
 
+def going_on(url: str, folder: Path, division: str) -> str:
+    """Take part with a transformers.Trainer whose optimizer goes on over the rounds."""
+    stage = {"stage": 3, "stage3_param_persistence_threshold": 100}
+    config = {"zero_optimization": stage, "zero_allow_untested_optimizer": True}
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    made = trainer(
+        folder,
+        n=24,
+        optim="adamw_torch",
+        per_device_train_batch_size=2,
+        num_train_epochs=3,
+        deepspeed={**config, **sizes} if division == "deepspeed" else None,
+    )
+    dure.client.patch(made, url, between_rounds="keep", name="site")
+    reason: str = made.train()
+    parts = [hasattr(one, "ds_tensor") for one in made.model.parameters()]
+    assert all(parts) == (division == "deepspeed")
+    return reason
+
+
 def lightning(url: str) -> str:
     """Take part with a lightning.Trainer."""
     import test_lightning
@@ -56,4 +76,9 @@ def lightning(url: str) -> str:
 
 if __name__ == "__main__":
     url, folder, division = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    print(lightning(url) if division == "lightning" else hugging_face(url, folder, division))
+    if division == "lightning":
+        print(lightning(url))
+    elif division in ("keep", "deepspeed"):
+        print(going_on(url, folder, division))
+    else:
+        print(hugging_face(url, folder, division))

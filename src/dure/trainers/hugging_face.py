@@ -76,6 +76,10 @@ class HuggingFaceTrainer:
         given = trainer.optimizer, trainer.lr_scheduler
         self._given = [None if one is None else copy.deepcopy(one.state_dict()) for one in given]
         self._continued: ContinuedTraining | None = None
+        if between_rounds == "reset" and getattr(trainer, "is_deepspeed_enabled", False):
+            raise ValueError(
+                "with DeepSpeed a transformers.Trainer trains once: use between_rounds='keep'"
+            )
         if between_rounds == "keep":
             self._continued = ContinuedTraining(self.name, self._train)
             self._hook.continued = self._continued
@@ -329,18 +333,22 @@ def check_trainer(trainer: Trainer) -> None:
         raise ValueError("auto_find_batch_size changes the batch size in a run: leave it out")
 
 
-_DIVISIONS = {"is_deepspeed_enabled": "DeepSpeed", "is_fsdp_xla_enabled": "FSDP of XLA"}
-"""Attributes of a trainer that divides its model otherwise than FSDP2."""
-
-
 def _check_division(trainer: Trainer) -> None:
-    """Check that ranks hold whole weights, or the parts of FSDP2. Raises ValueError."""
-    found = next((why for name, why in _DIVISIONS.items() if getattr(trainer, name, False)), None)
+    """Check that ranks hold whole weights, or parts that can be loaded. Raises ValueError."""
+    found = None
+    by_deepspeed = getattr(trainer, "is_deepspeed_enabled", False)
+    if by_deepspeed:
+        stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
+        # In lower stages the optimizer's copies are written by none of DeepSpeed's functions.
+        found = None if stage == 3 else f"stage {stage} of DeepSpeed"
+    if getattr(trainer, "is_fsdp_xla_enabled", False):
+        found = "FSDP of XLA"
     if getattr(trainer, "is_fsdp_enabled", False):
         version = getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
         found = None if version == 2 else "FSDP 1"
     model = trainer.model
-    if is_divided(model) and not any(isinstance(one, FSDPModule) for one in model.modules()):
+    by_fsdp = any(isinstance(one, FSDPModule) for one in model.modules())
+    if is_divided(model) and not (by_fsdp or by_deepspeed):
         found = "tensor parallelism"
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         for size in ("tp_size", "pp_size", "ep_size"):
@@ -348,8 +356,8 @@ def _check_division(trainer: Trainer) -> None:
                 found = f"{size} of its distributed_config"
     if found is not None:
         raise ValueError(
-            f"the trainer divides its model over ranks by {found}, and a client's weights are "
-            "loaded whole or divided by FSDP2: use FSDP2, or data parallelism (DDP)"
+            f"the trainer divides its model over ranks by {found}, whose parts a client cannot "
+            "load: use FSDP2, stage 3 of DeepSpeed, or data parallelism (DDP)"
         )
 
 

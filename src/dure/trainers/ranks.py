@@ -4,9 +4,9 @@
     others     wait for an order; train with rank 0, or take part in gathering its weights
 
 The ranks are those that the trainer's launcher has started, such as torchrun or accelerate. Each
-has the whole model, or its part of a model that FSDP2 divides; then whole weights are gathered in
-rank 0 alone, one tensor at a time. A rank that fails ends the training by the timeout of the
-process group.
+has the whole model, or its part of a model that FSDP2 or DeepSpeed divides; then whole weights are
+gathered in rank 0 alone, one tensor at a time. A rank that fails ends the training by the timeout
+of the process group.
 
 Cost: a broadcast of the weights that travel, and of the algorithm's terms, once a round; one
 gathering of a divided model.
@@ -136,7 +136,7 @@ def follow(trainer: RankTrainer) -> None:
             for headers in (order.anchor, order.correction)
         )
         terms = None if order.mu is None else GradientTerms(order.mu, anchor, correction)
-        _seed(order.seed + dist.get_rank())
+        _seed(order.seed)
         trainer.run(replace(order.round, terms=terms))
     trainer.close()
 
@@ -156,7 +156,10 @@ def _received(
 
 
 def _seed(seed: int) -> None:
-    """Seed the generators of a rank, each rank with other numbers."""
+    """Seed the generators of a rank, all ranks alike.
+
+    Libraries derive the order of the data from this seed, and divide it over the ranks.
+    """
     torch.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
     random.seed(seed)

@@ -1,17 +1,21 @@
 """Weights and buffers of a trainer's model, by name: whole tensors, also of a divided model.
 
-    plain tensor    copied
-    DTensor         this rank's part is cut from the whole, without communication; the whole is
-                    gathered from all ranks, one tensor at a time
+    plain tensor        copied
+    DTensor (FSDP2)     this rank's part is cut from the whole, without communication; the whole is
+                        gathered from all ranks, one tensor at a time
+    ZeRO 3 (DeepSpeed)  the same, with the parts of the optimizer's copies in float32
 
-Source: docs.pytorch.org, "torch.distributed.tensor" and "torch.distributed.fsdp.fully_shard".
+Source: docs.pytorch.org, "torch.distributed.tensor" and "torch.distributed.fsdp.fully_shard";
+deepspeed.readthedocs.io, "ZeRO" (GatheredParameters, accessing and updating ZeRO states).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -22,7 +26,7 @@ from dure.tensors.buffers import write
 
 def is_divided(model: nn.Module) -> bool:
     """Return whether the ranks hold parts of the model's weights."""
-    return any(isinstance(one, DTensor) for one in model.parameters())
+    return any(isinstance(one, DTensor) or _is_zero3(one) for one in model.parameters())
 
 
 @torch.no_grad()
@@ -34,12 +38,16 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     there = _named(model)
     for name, value in tensors.items():
         own = there.get(name)
-        if own is None or own.shape != value.shape:
-            has = "none of this name" if own is None else f"the shape {list(own.shape)}"
+        shape = None if own is None else getattr(own, "ds_shape", own.shape)
+        if own is None or shape != value.shape:
+            has = "none of this name" if shape is None else f"the shape {list(shape)}"
             raise ValueError(
                 f"{name} has the shape {list(value.shape)}, but the trainer's model has {has}"
             )
-        write(local_part(own), local_part(divided_like(own, value)))
+        if _is_zero3(own):
+            _write_zero3(own, value.to(own.device))
+        else:
+            write(local_part(own), local_part(divided_like(own, value)))
 
 
 @torch.no_grad()
@@ -77,7 +85,44 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _is_zero3(tensor: Tensor) -> bool:
+    """Return whether DeepSpeed has divided a parameter over ranks."""
+    return hasattr(tensor, "ds_tensor")
+
+
+def _write_zero3(parameter: Any, whole: Tensor) -> None:
+    """Write this rank's part of a parameter that DeepSpeed has divided."""
+    from deepspeed.utils import safe_set_local_fp32_param
+
+    held = parameter.ds_tensor
+    # The parts are equal; the last is padded.
+    part = torch.zeros(held.numel(), dtype=whole.dtype, device=whole.device)
+    own = whole.flatten()[held.numel() * dist.get_rank() :][: held.numel()]
+    part[: own.numel()] = own
+    held.copy_(part)
+    if parameter.numel() == whole.numel():
+        # Small parameters stay whole on each rank besides.
+        parameter.copy_(whole.view(parameter.shape))
+    # Before the first training there is no optimizer, which copies the parts when it is made.
+    if hasattr(parameter, "_z3_optimizer"):
+        safe_set_local_fp32_param(parameter, part.float())
+
+
+def _read_zero3(parameter: Any) -> Tensor:
+    """Return a parameter that DeepSpeed has divided, from the optimizer's copies in float32."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if parameter.requires_grad and hasattr(parameter, "_z3_optimizer"):
+        found: Tensor = safe_get_full_fp32_param(parameter)
+        return found
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()  # type: ignore[no-any-return]
+
+
 def _whole(tensor: Tensor) -> Tensor:
+    if _is_zero3(tensor):
+        return _read_zero3(tensor)
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
