@@ -95,6 +95,8 @@ def _write_zero3(parameter: Any, whole: Tensor) -> None:
     from deepspeed.utils import safe_set_local_fp32_param
 
     held = parameter.ds_tensor
+    if held.numel() != held.ds_numel:
+        raise ValueError("DeepSpeed has put weights into files, where a client cannot load them")
     # The parts are equal; the last is padded.
     part = torch.zeros(held.numel(), dtype=whole.dtype, device=whole.device)
     own = whole.flatten()[held.numel() * dist.get_rank() :][: held.numel()]
