@@ -25,7 +25,7 @@ from stand_ins import images, patients, plays
 SOON = ("README.md", "getting-started.md")
 """Pages that a newcomer follows first: `make test` runs them, and `make proofs` all others."""
 BENCHMARK = "python benchmarks/"
-MOST_NOT_RUN = 39
+MOST_NOT_RUN = 40
 """Blocks that nothing here can run. Who adds one has to find none of them needless."""
 REASONS = (
     "machines of their own",
