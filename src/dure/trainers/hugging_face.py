@@ -35,14 +35,14 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback
 
 from dure.contracts.own_loss import IGNORED, Counts
-from dure.contracts.trainer import GradientTerms, TrainerResult, TrainerRound
+from dure.contracts.trainer import TrainerResult, TrainerRound
 from dure.trainers.continued import ContinuedTraining
 from dure.trainers.integration import BetweenRounds
 from dure.trainers.round_batches import RoundBatches, cannot_divide, loader_like
 from dure.trainers.weights import (
+    RoundTerms,
     copy_tensors,
     divided_like,
-    divided_terms,
     is_divided,
     load_tensors,
 )
@@ -267,16 +267,14 @@ class _RoundCallback(TrainerCallback):  # type: ignore[misc]
         self._tally = tally
         self._round: TrainerRound | None = None
         self._clip = trainer.accelerator.clip_grad_norm_
-        self._terms: GradientTerms | None = None
-        self._is_placed = False
+        self._terms = RoundTerms(None)
         self._is_added = False
         self.continued: ContinuedTraining | None = None
 
     def begin(self, round: TrainerRound) -> None:
         """Begin a round."""
         self._round = round
-        self._terms = round.terms
-        self._is_placed = False
+        self._terms = RoundTerms(round.terms)
         self._tally.begin()
 
     def clip(self, *given: Any, **named: Any) -> Any:
@@ -285,14 +283,9 @@ class _RoundCallback(TrainerCallback):  # type: ignore[misc]
         return self._clip(*given, **named)
 
     def _add(self) -> None:
-        if self._terms is None or self._is_added:
-            return
-        model = self._trainer.model
-        if not self._is_placed:
-            # The first `train` of FSDP2 divides the model.
-            self._terms, self._is_placed = divided_terms(model, self._terms), True
-        self._terms.add_to(model.named_parameters())
-        self._is_added = True
+        if not self._is_added:
+            self._is_added = True
+            self._terms.add_to(self._trainer.model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._is_added = False

@@ -89,7 +89,7 @@ class TrainerModelFactory:
 
 
 def model_factory(model: nn.Module) -> Callable[[], nn.Module]:
-    """Return a factory of whole copies of a model, which FSDP2 may have divided.
+    """Return a factory of whole copies of a model, which the ranks may have divided.
 
     All ranks of a divided model have to call it, and the factory works in rank 0. Raises ValueError
     for a divided model that cannot be made from its configuration.

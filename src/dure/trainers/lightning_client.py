@@ -30,7 +30,13 @@ from dure.trainers.continued import ContinuedTraining
 from dure.trainers.integration import BetweenRounds, TrainedClient, TrainerIntegration
 from dure.trainers.lightning_task import task_from_lightning, training_loader
 from dure.trainers.round_batches import RoundBatches, cannot_divide, loader_like
-from dure.trainers.weights import copy_tensors, divided_like, is_divided, load_tensors
+from dure.trainers.weights import (
+    RoundTerms,
+    copy_tensors,
+    divided_like,
+    is_divided,
+    load_tensors,
+)
 
 
 def integrate(trainer: Any) -> TrainerIntegration:
@@ -224,6 +230,7 @@ def _round_callback(module: Any) -> Any:
         def begin(self, round: TrainerRound) -> None:
             """Begin a round."""
             self._round = round
+            self._terms = RoundTerms(round.terms)
             self._samples = 0
             self._steps = 0
             self._seen = 0
@@ -247,8 +254,7 @@ def _round_callback(module: Any) -> Any:
 
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
             self._steps += 1
-            if self._round.terms is not None:
-                self._round.terms.add_to(module.named_parameters())
+            self._terms.add_to(module)
 
         def on_train_batch_end(
             self, trainer: Any, module: Any, outputs: Any, batch: Any, at: int

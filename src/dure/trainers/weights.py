@@ -60,8 +60,26 @@ def copy_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     return {name: _whole(there[name]).to("cpu", copy=True) for name in names}
 
 
-def divided_terms(model: nn.Module, terms: GradientTerms) -> GradientTerms:
-    """Return an algorithm's terms with each tensor divided like the parameter of its name."""
+class RoundTerms:
+    """An algorithm's terms of a round, with each tensor where the parameter of its name is.
+
+    They are placed at the first step: the first training of a round may divide the model.
+    """
+
+    def __init__(self, terms: GradientTerms | None) -> None:
+        self._terms = terms
+        self._are_placed = False
+
+    def add_to(self, model: nn.Module) -> None:
+        """Add the terms to the gradients of a model."""
+        if self._terms is None:
+            return
+        if not self._are_placed:
+            self._terms, self._are_placed = _placed(self._terms, model), True
+        self._terms.add_to(model.named_parameters())
+
+
+def _placed(terms: GradientTerms, model: nn.Module) -> GradientTerms:
     there = dict(model.named_parameters())
     anchor, correction = (
         {name: divided_like(there[name], whole) for name, whole in named.items()}
