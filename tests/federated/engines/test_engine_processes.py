@@ -291,7 +291,7 @@ def test_a_child_that_closes_its_connection_and_lives_is_an_error_that_names_its
     processes, monkeypatch
 ):
     def closes(outputs):
-        os.closerange(3, 100)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         time.sleep(600)
 
     monkeypatch.setattr(module, "_LAST_SECONDS", 0.1)
