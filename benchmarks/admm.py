@@ -25,7 +25,8 @@ from figures import Axis, Curve, lines, save
 from outcome import give, takes_result
 
 import dure
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import World
 from dure.record.run import Run
 
 WORKERS = 4

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 import dure
 from dure.collectives.all_reduce import ALGORITHMS
 from dure.collectives.cost import bytes_sent
-from dure.contracts.strategy import World
+from dure.contracts.world import World
 from dure.record import idleness
 from dure.record.meter import Counters
 from dure.record.run import RunFolder
@@ -325,7 +325,7 @@ def run(case: Case, task: dure.Task, ranks: int, epochs: int) -> tuple[dure.Run,
 def check(chosen: list[Case], task: dure.Task, ranks: int) -> None:
     """Raises ValueError if one of them cannot run with so many workers."""
     for case in chosen:
-        parse_strategy(case.spec_of(ranks)).check(task, world_of(case, ranks).workers)
+        parse_strategy(case.spec_of(ranks)).check(task, world_of(case, ranks))
 
 
 def label_of(case: Case, ranks: int) -> str:
@@ -378,7 +378,7 @@ KINDS = ("compute", "communication", "idle", "hidden")
 def timed(case: Case, task: dure.Task, ranks: int, epochs: int) -> JSON | None:
     """Seconds of an epoch and where they went, for every participant; None where clients only
     simulate."""
-    if "clients" in strategy_class(case.system).supported_worlds():
+    if "clients" in strategy_class(case.system).traits.kinds:
         return None
     done, workers = run(case, task, ranks, epochs)
     epochs_done = done.summary["epochs"]

@@ -47,7 +47,8 @@ import dure
 from dure.collectives import Group
 from dure.collectives.compression import NoCompression, PowerSGD, parse
 from dure.collectives.compression.bucket import CompressionBucket, one_piece
-from dure.contracts.strategy import RankContext, seeded_model
+from dure.contracts.fresh_model import seeded_model
+from dure.contracts.world import RankContext
 from dure.machine.cores import available_cores
 from dure.randomness.seeds import shuffled
 from dure.tasks.models import TwoNN

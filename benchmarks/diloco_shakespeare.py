@@ -31,7 +31,8 @@ from pages import fill, table
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import World
 from dure.data.shakespeare import read_shakespeare
 from dure.record.run import Run
 from dure.tasks.models import Transformer
@@ -60,7 +61,7 @@ def trained(
     """A new run, or the one that is there, gone on with if it was interrupted."""
     folder = asked.out / f"{name}-lr-{rate:g}"
     task = task_of(asked.data, rate)
-    rounds = strategy.unit == "round"
+    rounds = strategy.traits.unit == "round"
     if (folder / "summary.json").exists():
         run = dure.load_run(folder, task.model)
     elif (folder / "config.json").exists():

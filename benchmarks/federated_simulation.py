@@ -64,7 +64,7 @@ from rounds import quartiles_of, turns
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.federated.server.sampling import uniform
 from dure.machine.cores import available_cores
 from dure.tasks.models import CNN, TwoNN

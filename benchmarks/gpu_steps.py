@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.randomness.seeds import shuffled
 from dure.tasks.models import ResNet, Transformer
 

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.data.batches import Batches
 from dure.tasks.flops import flops_per_step
 

@@ -52,7 +52,7 @@ from rounds import quartiles
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.machine.cores import available_cores
 from dure.randomness.seeds import shuffled
 

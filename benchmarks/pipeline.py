@@ -51,7 +51,7 @@ from torch.distributed import pipelining
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.machine.memory import keep_freed_memory
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner

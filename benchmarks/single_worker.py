@@ -22,7 +22,7 @@ from outcome import give, takes_result
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.randomness.seeds import shuffled
 
 BATCH = 64

@@ -42,7 +42,8 @@ from pages import fill, table
 from torch import nn
 
 import dure
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import World
 from dure.fleet.latency import latency
 from dure.run.latency import measure_latency
 

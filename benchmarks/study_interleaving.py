@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from waiting import WIDTH, Layer
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline.builders import make

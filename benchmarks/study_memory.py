@@ -101,8 +101,8 @@ def train(name: str, width: int, phase: Path) -> None:
     """A run, in this process and those that it starts; the phase is written into a file."""
     strategy, ranks = systems()[name]
     world = dure.Processes(ranks) if ranks > 1 else None
-    count = 1 if strategy.unit == "round" else STEPS
-    stop = dure.Stop(**{f"{strategy.unit}s": count})
+    count = 1 if strategy.traits.unit == "round" else STEPS
+    stop = dure.Stop(**{f"{strategy.traits.unit}s": count})
     told = notes(phase, count)
     dure.train(task_of(width), strategy, world, stop, seed=0, check=False, on_progress=told)
 

@@ -105,7 +105,7 @@ def systems(setting: Setting) -> dict[str, Strategy]:
 
 def world_of(strategy: Strategy, devices: str) -> dure.World | None:
     """Simulated clients, and for split learning its server; None for one worker."""
-    if strategy.kind != "clients":
+    if strategy.traits.kind != "clients":
         return None
     conditions = {"devices": devices, **({} if strategy.name == "fed-avg" else SERVER)}
     return dure.Simulated(**conditions)
@@ -138,7 +138,7 @@ def sizes_of(setting: Setting, task: dure.Task) -> list[int]:
     found = {
         json.dumps(division.as_dict())
         for strategy in systems(setting).values()
-        if strategy.kind == "clients" and (division := strategy.division(task, SEED))
+        if strategy.traits.kind == "clients" and (division := strategy.division(task, SEED))
     }
     if len(found) != 1:
         raise ValueError("the systems divide the data in different ways")
@@ -248,7 +248,7 @@ def measured(setting: Setting, data: Path, name: str, strategy: Strategy, burden
         "test_loss": run.summary["test_loss"],
         "curve": {},
     }
-    if strategy.kind == "clients":
+    if strategy.traits.kind == "clients":
         task = setting.task(data, rate)
         work = Work(sizes_of(setting, task), setting.batch, setting.epochs)
         shape = shape_of(run, setting, burden)

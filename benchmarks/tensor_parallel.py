@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.machine.cores import available_cores
 from dure.parallel.tensor import Column, Row, parallelize, whole_state_dict
 

@@ -33,7 +33,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dure
-from dure.contracts.strategy import RankContext, seeded_model
+from dure.contracts.fresh_model import seeded_model
+from dure.contracts.world import RankContext
 from dure.machine.cores import available_cores
 from dure.randomness.seeds import shuffled
 from dure.tasks.models import TwoNN

@@ -31,7 +31,8 @@ from figures import Panel, save
 from outcome import give, takes_result
 
 import dure
-from dure.contracts.strategy import RankContext, Strategy, World
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import RankContext, World
 from dure.run.registry import encode
 
 SOURCE = Path(dure.__file__).parent

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.machine.cores import available_cores
 from dure.parallel.zero import ZeroRedundancy
 from dure.parallel.zero.partition_layout import memory

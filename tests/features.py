@@ -6,8 +6,9 @@ import dataclasses
 from pathlib import Path
 
 from dure import catalog
-from dure.contracts.strategy import Kind, Strategy
+from dure.contracts.strategy import Strategy
 from dure.contracts.training_options import PARTS, Part
+from dure.contracts.world import Kind
 from dure.run.registry import strategy_class
 
 PAGE = Path(__file__).parents[1] / "docs" / "features.md"
@@ -23,7 +24,7 @@ def strategies() -> dict[str, Strategy]:
 
 def refusals(strategy: Strategy, part: Part) -> dict[Kind, str]:
     """Where it cannot do a part, and why."""
-    found = {kind: strategy.cannot(part, kind) for kind in strategy.supported_worlds()}
+    found = {kind: strategy.cannot(part, kind) for kind in strategy.traits.kinds}
     return {kind: why for kind, why in found.items() if why is not None}
 
 
@@ -51,14 +52,14 @@ def _cell(strategy: Strategy, part: Part, notes: _Notes) -> str:
     if not refused:
         return "yes"
     numbers = ", ".join(sorted({str(notes.number(why)) for why in refused.values()}))
-    left = [_IN[kind] for kind in strategy.supported_worlds() if kind not in refused]
+    left = [_IN[kind] for kind in strategy.traits.kinds if kind not in refused]
     return f"in {' and '.join(left)} ({numbers})" if left else f"no ({numbers})"
 
 
 def _habit(strategy: Strategy, habit: str, notes: _Notes) -> str:
-    if habit in ("validation", "early stopping") and strategy.trains_at_server:
+    if habit in ("validation", "early stopping") and strategy.traits.trains_at_server:
         return f"in simulated ({notes.number(NO_SET)})"
-    if habit == "resume" and not strategy.deterministic:
+    if habit == "resume" and not strategy.run_traits.deterministic:
         return f"other bits ({notes.number(OTHER_BITS)})"
     return "yes"
 

@@ -69,5 +69,5 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 def run_system(task: dure.Task, system: str, ranks: int, device: str, **more: Any) -> dure.Run:
     """Train a few steps or rounds."""
     strategy = parse_strategy(system)
-    stop = dure.Stop(steps=5) if strategy.unit == "step" else dure.Stop(rounds=2)
+    stop = dure.Stop(steps=5) if strategy.traits.unit == "step" else dure.Stop(rounds=2)
     return dure.train(task, strategy, dure.Processes(ranks, device=device), stop, **more)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 
 EXAMPLES, FEATURES, CLASSES = 41, 6, 3
 
@@ -70,5 +70,6 @@ def same_bits(first: dure.Run, second: dure.Run) -> bool:
 
 def check_all(strategy: dure.Strategy, task: dure.Task, workers: int | None) -> None:
     """What a strategy checks before any work: its fields, then the model."""
-    strategy.check(task, workers)
-    strategy.check_model(task, seeded_model(task, 0), workers)
+    world = dure.Simulated() if workers is None else dure.Processes(workers)
+    strategy.check(task, world)
+    strategy.check_model(task, seeded_model(task, 0), world)

@@ -200,16 +200,15 @@ def asked(*given: Any, **how: Any) -> None:
     task, strategy, world, stop = given
     # The noise for an epsilon is sought for seconds.
     if getattr(strategy, "epsilon", None) is None:
-        strategy.check(task, world.workers)
-    strategy.check_in(world)
-    stop.check(strategy.unit)
+        strategy.check(task, world)
+    stop.check(strategy.traits.unit)
     raise Asked
 
 
 def compared(task: Any, entries: Sequence[Any], **how: Any) -> None:
     """In place of `dure.compare`, likewise."""
     for strategy, world, *own in entries:
-        strategy.check(own[0] if own else task, world.workers)
+        strategy.check(own[0] if own else task, world)
     raise Asked
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import dure
-from dure.contracts.strategy import Kind, Strategy
+from dure.contracts.strategy import Strategy
 from dure.contracts.training_options import PARTS, Part
+from dure.contracts.world import Kind
 from dure.run.learning import check_can
 from features import PAGE, refusals, rewritten, strategies
 from small import small_task
@@ -39,7 +40,7 @@ def test_each_part_is_done_or_refused_by_name(strategy: Strategy) -> None:
     for part in PARTS:
         task = small_task(**{part: ASKED[part]})
         refused = refusals(strategy, part)
-        for kind in strategy.supported_worlds():
+        for kind in strategy.traits.kinds:
             if kind not in refused:
                 check_can(task, strategy, WORLDS[kind])
                 continue

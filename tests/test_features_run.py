@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 import dure
-from dure.contracts.strategy import Kind, Strategy, seeded_model
+from dure.contracts.fresh_model import seeded_model
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import Kind
 from features import strategies
 from small import network, small_task, weights_of
 
@@ -28,14 +30,14 @@ ALONE: dict[str, dict[str, int]] = {"parameter-server": {"workers": 1}, "downpou
 CASES = [
     pytest.param(replace(strategy, **ALONE.get(name, {})), kind, id=f"{name}-{kind}")
     for name, strategy in strategies().items()
-    for kind in strategy.supported_worlds()
+    for kind in strategy.traits.kinds
 ]
 
 
 def world_of(strategy: Strategy, kind: Kind) -> dure.World:
     """As few workers as there can be."""
     if kind == "ranks":
-        return dure.Processes(strategy.ranks or 1)
+        return dure.Processes(strategy.run_traits.ranks or 1)
     return dure.Threads(1) if kind == "threads" else dure.Simulated()
 
 
@@ -52,7 +54,7 @@ def still(step: int) -> float:
 
 
 def limit(strategy: Strategy, count: int, **more: Any) -> dure.Stop:
-    return dure.Stop(**{f"{strategy.unit}s": count}, **more)
+    return dure.Stop(**{f"{strategy.traits.unit}s": count}, **more)
 
 
 @pytest.mark.parametrize(("strategy", "kind"), CASES)
@@ -75,7 +77,7 @@ def test_frozen_layers_and_resume(strategy: Strategy, kind: Kind, tmp_path: Path
     before = seeded_model(task, 0).state_dict()
     for name, weights in resumed.model.state_dict().items():
         assert torch.equal(weights, before[name]) == name.startswith("2."), name
-    if strategy.deterministic:
+    if strategy.run_traits.deterministic:
         assert torch.equal(weights_of(resumed), weights_of(straight))
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from page_blocks import PAGES, Program, programs, write_files
 from scripts import run_here
 

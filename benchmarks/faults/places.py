@@ -72,7 +72,7 @@ def outcome(train: Callable[[], Any]) -> JSON:
 
 
 def _trained(case: Case, strategy: Any, world: Any, steps: int, **options: bool) -> JSON:
-    rounds = strategy.unit == "round"
+    rounds = strategy.traits.unit == "round"
     stop = dure.Stop(rounds=steps) if rounds else dure.Stop(steps=steps)
     every = 1 if rounds else steps // 4
 

@@ -198,7 +198,7 @@ def _spin(port: Any, cards: dict[str, Any]) -> None:
 
 def dure_server(way: str, address: str) -> None:
     from dure.collectives.group import Group
-    from dure.contracts.strategy import RankContext
+    from dure.contracts.world import RankContext
     from dure.parameter_server.keys import KeyRange
     from dure.parameter_server.messages import MANAGER, Snapshot
     from dure.parameter_server.optimizer import OptimizerRecipe

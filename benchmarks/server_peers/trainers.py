@@ -55,7 +55,7 @@ class Steps:
     """The steps of a worker. exchange(gradient): the weights, flat."""
 
     def __init__(self, task: dure.Task, worker: int) -> None:
-        from dure.contracts.strategy import seeded_model
+        from dure.contracts.fresh_model import seeded_model
         from dure.parameter_server.gradients import GradientComputation
 
         self.worker = worker

@@ -326,7 +326,7 @@ def _halves(model: str) -> tuple[Any, Any]:
     import cut_models
 
     import dure
-    from dure.contracts.strategy import seeded_model
+    from dure.contracts.fresh_model import seeded_model
     from dure.data.client_part import divide
     from dure.split.builders import SplitBuilder
     from dure.split.divide import divided

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from dure.contracts.own_loss import OwnLoss as OwnLoss
     from dure.contracts.stop import Stop as Stop
     from dure.contracts.strategy import Strategy as Strategy
-    from dure.contracts.strategy import World as World
     from dure.contracts.task import Task as Task
     from dure.contracts.task import accuracy as accuracy
+    from dure.contracts.world import World as World
     from dure.data.datasets import DatasetExamples as DatasetExamples
     from dure.data.examples import Examples as Examples
     from dure.data.partition import IID as IID
@@ -155,7 +155,7 @@ _WHERE = {
     "StopRun": "dure.errors",
     "SumMetric": "dure.contracts.metric",
     "Strategy": "dure.contracts.strategy",
-    "World": "dure.contracts.strategy",
+    "World": "dure.contracts.world",
     "Task": "dure.contracts.task",
     "LoRA": "dure.contracts.adapter",
     "HeadTask": "dure.tasks.parts",

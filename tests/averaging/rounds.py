@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import RankContext, Strategy
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import RankContext
 from small import CLASSES, FEATURES
 
 

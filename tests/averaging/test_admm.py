@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import dure
 from dure.averaging.synchronisation import elements_in_message
 from dure.collectives.algorithms import ring
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from small import same_bits, small_task, weights_of
 
 N, D = 23, 4

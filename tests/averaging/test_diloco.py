@@ -14,7 +14,7 @@ from torch import Tensor
 import dure
 from dure.averaging.synchronisation import elements_in_message
 from dure.collectives.algorithms import ring
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from small import largest_difference, same_bits, small_task, weights_of
 
 ADAMW = partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1)

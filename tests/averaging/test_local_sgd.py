@@ -17,7 +17,7 @@ import dure
 from dure.averaging.synchronisation import elements_in_message
 from dure.collectives.algorithms import master, ring
 from dure.collectives.compression import Cast, TopK
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.data.batches import Batches
 from dure.errors import LossNotFiniteError, PeerLostError
 from small import EXAMPLES, largest_difference, same_bits, small_task, weights_of

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.algorithms import ring
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.data.batches import Batches
 from dure.errors import LossNotFiniteError
 from small import EXAMPLES, largest_difference, same_bits, small_task, weights_of

@@ -26,7 +26,7 @@ from dure.averaging.shuffle import (
     shuffled_indices,
 )
 from dure.collectives.algorithms import ring
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from small import EXAMPLES, FEATURES, same_bits, small_task
 
 BORN = dure.LabelShards(1)

@@ -42,7 +42,7 @@ def test_each_of_them_can_train_the_digits(workers: int | None) -> None:
         # The degrees of a mesh fix its number of ranks.
         count = None if system.startswith("parallel,") else workers
         strategy, world = entry(system, count)
-        strategy.check(task, world.workers)
+        strategy.check(task, world)
 
 
 def test_robust_systems_are_compared_with_the_mean_with_and_without_an_attack() -> None:

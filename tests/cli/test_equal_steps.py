@@ -17,7 +17,7 @@ from dure.cli.comparing import COMPARED
 from dure.cli.equal_steps import STEP, with_equal_steps
 from dure.cli.main import main
 from dure.cli.worlds import entry
-from dure.contracts.strategy import Kind
+from dure.contracts.strategy import Traits
 from dure.run.registry import strategy_class
 from dure.tasks.builtin import load_task
 from small import small_task
@@ -170,8 +170,7 @@ class WithoutBatches(dure.Strategy):
     rate: float = 0.1
 
     name: ClassVar[str] = "without-batches"
-    kind: ClassVar[Kind] = "ranks"
-    unit: ClassVar[str] = "step"
+    traits: ClassVar[Traits] = Traits(kind="ranks", unit="step")
 
 
 def test_a_system_without_a_batch_size_stays_as_it_is() -> None:

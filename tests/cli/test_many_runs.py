@@ -174,7 +174,7 @@ def test_the_family_tree_has_every_system_once_and_where_it_lives(said):
     assert sorted(name for name, _ in found) == sorted(catalog.SYSTEMS)
     for name, worlds in found:
         homes = {catalog.WORLDS[world].lives for world in worlds}
-        assert homes == set(strategy_class(name).supported_worlds()), name
+        assert homes == set(strategy_class(name).traits.kinds), name
     out = said("systems")[1]
     for name, system in catalog.SYSTEMS.items():
         assert re.search(rf"[├└]─ {name} +{re.escape(system.summary)}$", out, re.MULTILINE)

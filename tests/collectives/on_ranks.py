@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dure
 from dure.collectives import Group
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 
 def on_ranks(

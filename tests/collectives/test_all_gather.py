@@ -14,7 +14,7 @@ from dure.collectives import Group, all_gather, reduce_scatter
 from dure.collectives.all_gather import ALGORITHMS, elements_sent, messages_sent
 from dure.collectives.reduce_scatter import elements_sent as scattered_elements
 from dure.collectives.reduce_scatter import messages_sent as scattered_messages
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))

@@ -19,7 +19,7 @@ from torch import Tensor
 from dure.collectives import Group, all_reduce
 from dure.collectives.algorithms.table import ALL_REDUCES
 from dure.collectives.all_reduce import ALGORITHMS, Algorithm
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 ROUNDED_ONCE = ("master", "one_shot")
 INTEGERS = [

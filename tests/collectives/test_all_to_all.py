@@ -10,7 +10,7 @@ from on_ranks import Measured, measured, on_ranks
 
 from dure.collectives import Group, all_to_all
 from dure.collectives.all_to_all import ALGORITHMS, elements_sent, messages_sent
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))

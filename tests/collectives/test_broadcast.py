@@ -10,7 +10,7 @@ from on_ranks import Measured, bits, measured, on_ranks, values
 
 from dure.collectives import Group, broadcast
 from dure.collectives.broadcast import ALGORITHMS, elements_sent, messages_sent
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.uint16, torch.complex64]
 

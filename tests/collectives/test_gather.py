@@ -13,7 +13,7 @@ from dure.collectives import Group, gather, scatter
 from dure.collectives.gather import ALGORITHMS, elements_sent, messages_sent
 from dure.collectives.scatter import elements_sent as scattered_elements
 from dure.collectives.scatter import messages_sent as scattered_messages
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))

@@ -12,7 +12,7 @@ from on_ranks import Measured, measured, on_ranks
 
 from dure.collectives import Group, all_reduce
 from dure.collectives.algorithms.native import is_staged
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import PeerLostError
 
 

@@ -15,7 +15,7 @@ from on_ranks import on_ranks
 
 from dure.collectives import Handle, all_gather, all_reduce, broadcast, handle
 from dure.collectives.handle import OperationQueue
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import PeerLostError
 
 

@@ -6,7 +6,7 @@ import pytest
 from on_ranks import measured, on_ranks
 
 from dure.collectives.hosts import checked, name_of_this_host, number_of, partition_by
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 
 def test_ranks_are_grouped_by_their_hosts_number() -> None:

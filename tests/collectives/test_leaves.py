@@ -10,7 +10,7 @@ from on_ranks import on_ranks, values
 from torch import Tensor
 
 from dure.collectives import tensor_transfer
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.memory.spill_store import SpillStore
 from dure.record.disk_tensors import Leaf, forms_of, in_memory
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dure.collectives import reduce
 from dure.collectives.reduce import ALGORITHMS, elements_sent, messages_sent
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))

@@ -12,7 +12,7 @@ from on_ranks import on_ranks
 
 from dure.collectives import Group
 from dure.collectives.transport import TorchTransport, Transport, own_transport, transport_of
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 
 def test_a_single_rank_has_a_transport_that_carries_nothing() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import dure
-from dure.contracts.strategy import examples_for
+from dure.contracts.fresh_model import examples_for
 from dure.data.datasets import DatasetExamples
 from dure.data.streams import StreamExamples
 from small import CLASSES, FEATURES, network, small_task

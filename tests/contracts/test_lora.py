@@ -14,7 +14,7 @@ from torch import nn
 import dure
 from dure.cli.main import main
 from dure.contracts.adapter import lora_layers, lora_names, parse_adapter
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.run.config import run_request_of
 from dure.run.registry import parse_strategy
 from small import largest_difference, network, same_bits, small_task
@@ -205,7 +205,7 @@ def one_worker() -> dure.Run:
 @pytest.mark.parametrize(("system", "ranks"), EXACT + OTHERS, ids=str)
 def test_ranks_train_the_factors_alone(system: str, ranks: int, one_worker: dure.Run) -> None:
     strategy = parse_strategy(system)
-    stop = dure.Stop(steps=4) if strategy.unit == "step" else dure.Stop(rounds=2)
+    stop = dure.Stop(steps=4) if strategy.traits.unit == "step" else dure.Stop(rounds=2)
     run = dure.train(adapted(), strategy, dure.Processes(ranks), stop)
     drawn = seeded_model(adapted(), 0).state_dict()
     for name, value in run.model.state_dict().items():

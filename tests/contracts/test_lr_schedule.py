@@ -14,7 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.data.batches import Batches
 from small import largest_difference, same_bits, small_task, weights_of
 
@@ -86,10 +86,10 @@ def two_groups(parameters: Any) -> torch.optim.Optimizer:
     ids=lambda one: one.name if hasattr(one, "batch_size") else "",
 )
 def test_every_system_has_the_rates_of_one_worker(strategy: Any, world: Any) -> None:
-    stop = dure.Stop(steps=9) if strategy.unit == "step" else dure.Stop(epochs=2)
+    stop = dure.Stop(steps=9) if strategy.traits.unit == "step" else dure.Stop(epochs=2)
     task = scheduled()
     run = dure.train(task, strategy, world, stop, seed=3)
-    steps = 9 if strategy.unit == "step" else 12
+    steps = 9 if strategy.traits.unit == "step" else 12
     assert largest_difference(run, alone(task, dure.Stop(steps=steps))) < TOLERANCE
     assert (
         largest_difference(run, alone(scheduled(lr_schedule=None), dure.Stop(steps=steps))) > 1e-4
@@ -190,7 +190,7 @@ def test_a_resumed_run_has_the_rates_of_the_whole(
     strategy: Any, world: Any, tmp_path: Path
 ) -> None:
     task = scheduled()
-    unit = strategy.unit + "s"
+    unit = strategy.traits.unit + "s"
     whole = dure.train(task, strategy, world, dure.Stop(**{unit: 6}), seed=3)
     dure.train(task, strategy, world, dure.Stop(**{unit: 3}), seed=3, out=tmp_path / "run")
     gone_on = dure.resume(tmp_path / "run", task=task, stop=dure.Stop(**{unit: 6}))
@@ -207,7 +207,7 @@ def test_a_resumed_run_has_the_rates_of_the_whole(
 )
 def test_a_rate_that_is_a_tensor_stays_the_tasks_own(strategy: Any, world: Any) -> None:
     rate = torch.tensor(0.25, dtype=torch.float64)
-    stop = dure.Stop(**{strategy.unit + "s": 4})
+    stop = dure.Stop(**{strategy.traits.unit + "s": 4})
     make = partial(torch.optim.Adam, lr=rate)
     runs = [
         dure.train(small_task(optimizer=make, lr_schedule=half), strategy, world, stop, seed=3)

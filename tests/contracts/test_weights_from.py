@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import dure
+from dure.contracts.fresh_model import seeded_model
 from dure.contracts.initial_weights import load_initial_weights
-from dure.contracts.strategy import seeded_model
 from dure.errors import RunFolderError
 from dure.memory.mapped import Disk, is_mapped, mapped, move_views_to_files
 from dure.record.weights import weights_to_bytes

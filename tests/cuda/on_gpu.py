@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from small import CLASSES, FEATURES, network
 
 GPU = torch.device("cuda", 0)

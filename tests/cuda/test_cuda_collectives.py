@@ -22,7 +22,7 @@ from dure.collectives import (
     reduce_scatter,
     scatter,
 )
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 pytestmark = pytest.mark.needs_cuda
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dure.collectives import compression
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.parallel import DistributedDataParallel
 from dure.parallel.zero import ZeroRedundancy
 from small import CLASSES, FEATURES, network

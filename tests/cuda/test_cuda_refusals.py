@@ -34,7 +34,7 @@ OF_RANKS = [
 @pytest.mark.parametrize("name", OF_RANKS)
 def test_ranks_refuse_a_model_on_a_gpu(name: str) -> None:
     strategy = parse_strategy(name)
-    world = dure.Processes(strategy.ranks or 2)
+    world = dure.Processes(strategy.run_traits.ranks or 2)
     with pytest.raises(ValueError, match=f"a model on {GPU}"):
         dure.train(small_task(model=there(network)), strategy, world, dure.Stop(epochs=1))
 

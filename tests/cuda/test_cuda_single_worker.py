@@ -96,7 +96,7 @@ def test_a_process_that_begins_with_a_model_on_a_gpu_has_the_seeds_weights() -> 
     program = """
 import torch
 from on_gpu import drawn_there
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from small import small_task
 models = [seeded_model(small_task(model=drawn_there), 7) for _ in range(2)]
 first, second = (list(model.parameters()) for model in models)

@@ -98,7 +98,7 @@ def test_every_worker_computes_in_half_precision(devices: Any) -> None:
 def test_a_run_on_a_gpu_is_resumed(strategy: Any, tmp_path: Path) -> None:
     world = dure.Threads(2, ("cuda:0",))
     task = small_task(n=40, model=with_dropout)
-    unit = "rounds" if strategy.unit == "round" else "steps"
+    unit = "rounds" if strategy.traits.unit == "round" else "steps"
     whole = dure.train(task, strategy, world, dure.Stop(**{unit: 4}), seed=3)
     dure.train(task, strategy, world, dure.Stop(**{unit: 2}), seed=3, out=tmp_path / "run")
     run = dure.resume(tmp_path / "run", task=task, stop=dure.Stop(**{unit: 4}))

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.data.batches import Batches
 from dure.data.conversion import as_examples
 from dure.data.sampling import Sampling, class_weights
@@ -343,7 +343,7 @@ def test_weights_of_one_class_alone_teach_a_federation_nothing_of_the_other():
 )
 def test_a_resumed_run_draws_by_weight_as_one_that_went_through(data, strategy, tmp_path):
     task = task_of(data())
-    units = f"{strategy.unit}s"
+    units = f"{strategy.traits.unit}s"
     straight = dure.train(task, strategy, stop=dure.Stop(**{units: 5}))
     dure.train(task, strategy, stop=dure.Stop(**{units: 2}), out=tmp_path / "run")
     resumed = dure.resume(tmp_path / "run", task=task, stop=dure.Stop(**{units: 5}))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.run.registry import parse_strategy
 from rank_systems import wide_network
 from small import largest_difference

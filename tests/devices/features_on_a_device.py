@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import dure
-from dure.contracts.strategy import Kind, Strategy
+from dure.contracts.strategy import Strategy
 from dure.contracts.training_options import Part
+from dure.contracts.world import Kind
 from features import strategies
 from small import largest_difference, network
 
@@ -30,7 +31,7 @@ FEW: dict[str, dict[str, int]] = {"parameter-server": {"workers": 1}, "downpour"
 CASES = [
     pytest.param(replace(strategy, **FEW.get(name, {})), kind, id=f"{name}-{kind}")
     for name, strategy in strategies().items()
-    for kind in strategy.supported_worlds()
+    for kind in strategy.traits.kinds
     # Refused: its processes share the weights in the CPU's memory.
     if (name, kind) != ("hogwild", "ranks")
 ]
@@ -59,12 +60,12 @@ def falling(step: int) -> float:
 def world_of(strategy: Strategy, kind: Kind, device: str) -> dure.World:
     """As few workers as there can be."""
     if kind == "ranks":
-        return dure.Processes(strategy.ranks or 1, device=device)
+        return dure.Processes(strategy.run_traits.ranks or 1, device=device)
     return dure.Threads(1, (device,)) if kind == "threads" else dure.Simulated(device=device)
 
 
 def limit(strategy: Strategy, count: int) -> dure.Stop:
-    return dure.Stop(**{f"{strategy.unit}s": count}, patience=9)  # type: ignore[arg-type]
+    return dure.Stop(**{f"{strategy.traits.unit}s": count}, patience=9)  # type: ignore[arg-type]
 
 
 def task_of(strategy: Strategy, kind: Kind) -> dure.Task:
@@ -87,13 +88,13 @@ def test_a_system_with_all_its_options_has_the_weights_of_the_cpu(
     task = task_of(strategy, kind)
     here = dure.train(task, strategy, world_of(strategy, kind, "cpu"), limit(strategy, 2))
     there = world_of(strategy, kind, f"{accelerator}:0")
-    if strategy.computes_on:
+    if strategy.run_traits.computes_on:
         strategy = replace(strategy, device=f"{accelerator}:0")  # type: ignore[call-arg]
         there = world_of(strategy, kind, "cpu")
     dure.train(task, strategy, there, limit(strategy, 1), out=tmp_path / "run")
     resumed = dure.resume(tmp_path / "run", task=task, stop=limit(strategy, 2))
     assert ("validation_loss" in resumed.summary) == ("validation_loss" in here.summary)
-    if strategy.deterministic:
+    if strategy.run_traits.deterministic:
         assert largest_difference(here, resumed) <= 1e-12
 
 
@@ -105,7 +106,7 @@ def test_adapters_on_a_device_have_the_weights_of_the_cpu(system: str, accelerat
         network, adapter=dure.LoRA(rank=2, targets="0|2", alpha=4), validation=0.2
     )
     strategy = strategies()[system]
-    kind = strategy.kind
+    kind = strategy.traits.kind
     here = dure.train(task, strategy, world_of(strategy, kind, "cpu"), limit(strategy, 2))
     there = dure.train(
         task, strategy, world_of(strategy, kind, f"{accelerator}:0"), limit(strategy, 2)

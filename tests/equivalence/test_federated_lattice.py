@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 from small import examples, largest_difference, same_bits, small_task

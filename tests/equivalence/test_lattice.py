@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.all_reduce import Algorithm
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import World
 from small import EXAMPLES, largest_difference, small_task
 
 TOLERANCE = 1e-12

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dure
-from dure.contracts.strategy import Strategy, World, examples_for, seeded_model
+from dure.contracts.fresh_model import examples_for, seeded_model
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import World
 from dure.data.batches import Batches
 from small import largest_difference, network, same_bits, small_task
 
@@ -161,7 +164,7 @@ ALIKE: dict[str, tuple[Strategy, World | None, dict[str, Any]]] = {
 def test_every_system_trains_as_the_single_worker_with_all_of_it(name: str) -> None:
     strategy, world, changes = ALIKE[name]
     task = small_task(**{"optimizer": MOMENTUM, **EVERYTHING, **changes})
-    stop = dure.Stop(rounds=STEPS) if strategy.unit == "round" else dure.Stop(steps=STEPS)
+    stop = dure.Stop(rounds=STEPS) if strategy.traits.unit == "round" else dure.Stop(steps=STEPS)
     one = dure.train(task, dure.SingleWorker(8), stop=dure.Stop(steps=STEPS), seed=3)
     many = dure.train(task, strategy, world, stop, seed=3)
     assert largest_difference(many, one) < 1e-12
@@ -201,7 +204,7 @@ COMPILED: list[tuple[Strategy, World | None]] = [
 
 @pytest.mark.parametrize(("strategy", "world"), COMPILED, ids=lambda one: getattr(one, "name", ""))
 def test_what_is_called_is_what_the_compiler_made(strategy: Any, world: Any) -> None:
-    stop = dure.Stop(rounds=2) if strategy.unit == "round" else dure.Stop(steps=2)
+    stop = dure.Stop(rounds=2) if strategy.traits.unit == "round" else dure.Stop(steps=2)
     compiled = small_task(model=Told, compile="eager", optimizer=PLAIN)
     halved = dure.train(small_task(model=Halved, optimizer=PLAIN), strategy, world, stop, seed=3)
     assert same_bits(dure.train(compiled, strategy, world, stop, seed=3), halved)
@@ -228,7 +231,9 @@ def test_averages_are_those_of_the_models_of_every_step_and_go_on_to_the_same_bi
     averaged = small_task(optimizer=MOMENTUM, ema=0.8)
 
     def after(count: int, task: dure.Task, **where: Any) -> dure.Run:
-        stop = dure.Stop(rounds=count) if strategy.unit == "round" else dure.Stop(steps=count)
+        stop = (
+            dure.Stop(rounds=count) if strategy.traits.unit == "round" else dure.Stop(steps=count)
+        )
         if where.get("resume"):
             return dure.resume(where["resume"], task=task, stop=stop)
         return dure.train(task, strategy, world, stop, seed=3, **where)
@@ -322,7 +327,7 @@ def test_names_of_parameters_that_are_not_there_are_refused(
 
 def test_a_strategy_of_ones_own_is_asked_what_it_can_do() -> None:
     class Own(dure.SingleWorker):
-        trains_with = frozenset({"clip_norm"})
+        traits = replace(dure.SingleWorker.traits, trains_with=frozenset({"clip_norm"}))
 
     stop = dure.Stop(steps=1)
     dure.train(small_task(clip_norm=1.0), Own(8), stop=stop)
@@ -344,7 +349,7 @@ HALVED: list[tuple[Strategy, World | None]] = [
 
 @pytest.mark.parametrize(("strategy", "world"), HALVED, ids=lambda one: getattr(one, "name", ""))
 def test_bf16_computes_roughly_and_keeps_weights(strategy: Any, world: Any) -> None:
-    stop = dure.Stop(rounds=2) if strategy.unit == "round" else dure.Stop(steps=2)
+    stop = dure.Stop(rounds=2) if strategy.traits.unit == "round" else dure.Stop(steps=2)
     runs = [
         dure.train(
             small_task(
@@ -379,7 +384,7 @@ AUTOCAST = [*HALVED, (dure.SingleWorker(8, accumulate=2), dure.Processes(1))]
     ids=lambda one: getattr(one, "name", ""),
 )
 def test_the_loss_is_computed_where_forward_is(strategy: Any, world: Any) -> None:
-    stop = dure.Stop(rounds=1) if strategy.unit == "round" else dure.Stop(steps=1)
+    stop = dure.Stop(rounds=1) if strategy.traits.unit == "round" else dure.Stop(steps=1)
     model = partial(network, torch.float32)
     task = small_task(
         model=model, precision="bf16", optimizer=PLAIN, loss=in_bf16, dtype=torch.float32

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Strategy, World, examples_for
+from dure.contracts.fresh_model import examples_for
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import World
 from dure.data.batches import Batches
 from small import largest_difference, network, small_task
 
@@ -218,7 +220,7 @@ def test_a_dataset_that_is_read_example_by_example_counts_too(
     full = None if strategy.name == "fed-sgd" else 8
     given = small_task().train
     items = list(zip(given.inputs, given.targets.tolist(), strict=True))
-    stop = dure.Stop(rounds=4) if strategy.unit == "round" else dure.Stop(steps=4)
+    stop = dure.Stop(rounds=4) if strategy.traits.unit == "round" else dure.Stop(steps=4)
     for loss in LOSSES:
         many = dure.train(task_of(loss, train=items), strategy, world, stop, seed=3)
         one = alone(task_of(loss), full, dure.Stop(steps=4))
@@ -252,7 +254,7 @@ def test_a_batch_that_counts_nothing_moves_nothing_and_has_no_loss(
     loss: str, strategy: Strategy, world: World
 ) -> None:
     task = task_of(loss, model=network, **of_nothing())
-    stop = dure.Stop(rounds=6) if strategy.unit == "round" else dure.Stop(steps=6)
+    stop = dure.Stop(rounds=6) if strategy.traits.unit == "round" else dure.Stop(steps=6)
     many = dure.train(task, strategy, world, stop, seed=3)
     one = alone(task, 4, dure.Stop(steps=6))
     losses = [step.loss for step in one.history.steps]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dure
-from dure.contracts.strategy import Strategy, seeded_model
+from dure.contracts.fresh_model import seeded_model
+from dure.contracts.strategy import Strategy
 from dure.errors import TooFewUpdatesError
 from dure.federated.adapters import AdapterRounds, MergedRounds, places_of, with_adapter
 from dure.federated.aggregate.low_rank import (

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import RankContext, seeded_model
+from dure.contracts.fresh_model import seeded_model
+from dure.contracts.world import RankContext
 from dure.errors import RunFolderError, WorkerFailedError
 from dure.federated.engines.engine_choice import forks_here
 from dure.federated.server.server import FederatedServer

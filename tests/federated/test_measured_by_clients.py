@@ -12,12 +12,12 @@ from torch import Tensor
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext
 from dure.data.client_holdout import split_held_out
 from dure.data.partition import NaturalKey
 from dure.federated.client.clients import FederatedClients
 from dure.federated.server.server import FederatedServer
 from dure.federated.strategy import Federated
+from dure.protocol.server_context import ServerContext
 from dure.tasks.measurement import Measurement
 from small import examples, small_task
 from small import network as small_network
@@ -55,7 +55,7 @@ def learner(
     strategy: Federated, task: dure.Task, **conditions: Any
 ) -> tuple[FederatedServer, FederatedClients]:
     world = dure.Simulated(engine="loop", **conditions)
-    context = RankContext(Group(), kind="clients", conditions=world)
+    context = ServerContext(Group(), kind="clients", conditions=world)
     made = []
 
     def carrier(clients: Any, seed: int) -> Any:

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.data.batches import Batches
 from dure.errors import WorkerFailedError
 from dure.federated.algorithm import Algorithm, AlgorithmInputs, ClientMemory

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.errors import TooFewClientsError
 from dure.federated.server.combining import MOST_EMPTY_MODELS
 from small import examples, same_bits, small_task, weights_of

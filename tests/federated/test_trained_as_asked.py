@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import Strategy, seeded_model
+from dure.contracts.fresh_model import seeded_model
+from dure.contracts.strategy import Strategy
 from small import largest_difference, network, same_bits, small_task
 
 STEPS = 5

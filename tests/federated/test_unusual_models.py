@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.contracts.task import accuracy
 from dure.data.partition import IID
 from dure.errors import TooFewClientsError

@@ -16,7 +16,7 @@ import pytest
 
 import dure
 import dure.machine.memory
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.machine.memory import available_memory, keep_freed_memory, return_freed_memory
 from dure.run import drive
 
@@ -51,7 +51,7 @@ print(json.dumps(found))
 
 RANKS = """
 import json, resource, torch, dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 def faults(place: RankContext) -> int:
     for turn in range(30):

@@ -87,7 +87,7 @@ def test_what_cannot_be_offloaded_is_refused_by_name(
     strategy: dure.Strategy, workers: int, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        strategy.check(small_task(), workers)
+        strategy.check(small_task(), dure.Processes(workers))
 
 
 def test_a_folder_in_memory_is_refused() -> None:
@@ -95,4 +95,4 @@ def test_a_folder_in_memory_is_refused() -> None:
         pytest.skip("there is no folder in memory here")
     strategy = dure.SingleWorker(offload="optimizer", offload_folder="/dev/shm")
     with pytest.raises(ValueError, match="is in memory: give a folder on a disk"):
-        strategy.check(small_task(), 1)
+        strategy.check(small_task(), dure.Processes(1))

@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import RankContext, Strategy, unused_copy
+from dure.contracts.fresh_model import unused_copy
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import RankContext
 from dure.machine.limits import RemainingMemory
 from dure.memory import file_backed_init
 from dure.memory import mapped as mapping

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import RankContext, Strategy
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import RankContext
 from dure.memory.recompute_setting import Recompute
 from dure.parallel.tensor.plan import Column, Row
 

@@ -28,7 +28,7 @@ from dure.collectives.compression import (
     Sign,
     TopK,
 )
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.data.batches import Batches
 from dure.parameter_server.compressed import PushCoding, pieces_of
 from dure.parameter_server.keys import KeyRange

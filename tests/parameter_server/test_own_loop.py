@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import dure
 import dure.parameter_server as ps
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import PeerLostError
 from dure.parameter_server.processes import user_loop_worker
 from small import CLASSES, FEATURES, network

@@ -19,7 +19,7 @@ from torch import nn
 
 from dure.collectives.group import Group
 from dure.collectives.shared_memory.pool import empty_shared
-from dure.contracts.strategy import RankContext as Surroundings
+from dure.contracts.world import RankContext as Surroundings
 from dure.parameter_server.manager import first_layout
 from dure.parameter_server.messages import Pull, Push, Values
 from dure.parameter_server.optimizer import OptimizerRecipe

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import dure
 from dure.collectives.compression import parse
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from small import examples, small_task, weights_of
 
 RATE = 1e-6

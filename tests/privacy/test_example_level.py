@@ -18,7 +18,7 @@ from dp_accounting.pld import pld_privacy_accountant
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
 from dure.privacy.example_level import noised_mean
 from dure.privacy.poisson import PoissonBatches

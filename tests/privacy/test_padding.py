@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.privacy.padding import PaddingRow, padding_rows
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import dure
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import World
 from dure.errors import TooFewClientsError
 from dure.settings import read_bytes
 from small import small_task

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.run.compare import compare
 from dure.run.run_model import RunModel
 from dure.tensors.copies import copy_of
@@ -62,7 +62,7 @@ def test_the_factory_is_called_once_in_a_process(
     run = dure.train(counted, strategy, world, stop)
     assert set(calls(tmp_path / "calls")) == {1}
     other = dure.train(replace(task, model=uncopied(task.model)), strategy, world, stop)
-    if strategy.deterministic:
+    if strategy.run_traits.deterministic:
         for mine, theirs in zip(run.model.parameters(), other.model.parameters(), strict=True):
             assert torch.equal(mine, theirs)
 

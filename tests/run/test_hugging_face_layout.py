@@ -19,7 +19,8 @@ from torch.utils.data import Dataset
 
 import dure
 from dure.collectives import tensor_transfer
-from dure.contracts.strategy import RankContext, seeded_model
+from dure.contracts.fresh_model import seeded_model
+from dure.contracts.world import RankContext
 from dure.machine.memory import trim_heap
 from dure.memory.spill_store import SpillStore
 from dure.memory.weight_files import stored_in

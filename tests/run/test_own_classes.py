@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dure
+from dure.contracts.strategy import Traits
 from dure.errors import RunFolderError
 from small import small_task
 
@@ -100,15 +101,15 @@ class Duck:
 def test_what_lacks_the_base_is_refused_in_one_line() -> None:
     @dataclass(frozen=True)
     class Nameless(dure.Strategy):
-        kind: ClassVar[str] = "ranks"
+        traits: ClassVar[Traits] = Traits(kind="ranks", unit="step")
 
     class Plain(dure.Strategy):
-        name, kind, unit = "plain", "ranks", "step"
+        name, traits = "plain", Traits(kind="ranks", unit="step")
 
     for strategy, said in (
         (Duck(), r"Duck is not a dure\.Strategy: derive its class from dure\.Strategy"),
         (Plain(), r"Plain is not a dure\.Strategy"),
-        (Nameless(), r"Nameless does not define name, unit"),
+        (Nameless(), r"Nameless does not define name"),
     ):
         with pytest.raises(ValueError, match=said):
             dure.train(small_task(), strategy, stop=STOP_STEPS)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dure
-from dure.contracts.strategy import World
+from dure.contracts.world import World
 from dure.data.rank_examples import RankDataFactory, RankExamples
 from dure.errors import DataError, RunFolderError, WorkerFailedError
 from dure.run.rank_data import task_for_checks
@@ -42,7 +42,7 @@ def own(rank: int, world: int, sizes: tuple[int, ...] = (14, 27)) -> Any:
     ids=lambda one: getattr(one, "name", ""),
 )
 def test_what_cannot_have_it_is_refused_by_name(strategy, words):
-    world = None if strategy.kind == "clients" else TWO
+    world = None if strategy.traits.kind == "clients" else TWO
     with pytest.raises(ValueError, match=words):
         dure.train(small_task(train=own), strategy, world, dure.Stop(epochs=1))
 

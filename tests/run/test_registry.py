@@ -90,7 +90,7 @@ def test_every_system_of_the_catalog_is_there_and_says_what_it_is(name):
     strategy = kind()
     assert decode_strategy(encode(strategy)) == strategy
     assert parse_strategy(name) == strategy
-    assert default_world(strategy).kind == strategy.kind
+    assert default_world(strategy).kind == strategy.traits.kind
     assert strategy.label
 
 

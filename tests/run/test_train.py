@@ -164,7 +164,7 @@ def test_the_run_folder_holds_what_its_page_says(tmp_path, strategy, stop):
         41,
         20,
     )
-    federated = strategy.kind == "clients"
+    federated = strategy.traits.kind == "clients"
     assert set(summary) == SUMMARY | ({"facts"} if federated else set())
     assert summary == run.summary
     assert {frozenset(worker) for worker in summary["per_worker"]} == {frozenset(WORKER)}

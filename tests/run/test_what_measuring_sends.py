@@ -31,15 +31,15 @@ def system(name: str) -> dure.Strategy:
 
 
 def world(strategy: dure.Strategy) -> dure.World | None:
-    if strategy.kind == "ranks" and not strategy.alone:
-        return dure.Processes(strategy.ranks or 2)
-    return dure.Threads(2) if strategy.kind == "threads" else None
+    if strategy.traits.kind == "ranks" and not strategy.traits.alone:
+        return dure.Processes(strategy.run_traits.ranks or 2)
+    return dure.Threads(2) if strategy.traits.kind == "threads" else None
 
 
 @pytest.mark.parametrize("name", catalog.SYSTEMS)
 def test_bytes_are_those_of_the_training_however_often_it_is_evaluated(name: str) -> None:
     strategy = system(name)
-    stop = dure.Stop(steps=4) if strategy.unit == "step" else dure.Stop(rounds=4)
+    stop = dure.Stop(steps=4) if strategy.traits.unit == "step" else dure.Stop(rounds=4)
     found = []
     for every in (100, 1):
         run = dure.train(small_task(), strategy, world(strategy), stop, evaluate_every=every)

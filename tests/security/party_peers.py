@@ -16,7 +16,8 @@ from split_peers import RUN, Channels, Lie, honest
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext, examples_for, seeded_model
+from dure.contracts.fresh_model import examples_for, seeded_model
+from dure.contracts.world import RankContext
 from dure.split.network.control import Hello
 from dure.split.network.frames import Frame
 from dure.split.network.parties_served import ServedVerticalLearner

@@ -20,15 +20,16 @@ from torch import Tensor
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.channels import (
+from dure.contracts.fresh_model import seeded_model
+from dure.contracts.world import RankContext
+from dure.data.client_part import divide
+from dure.protocol.channels import (
     ClientConnected,
     ClientDisconnected,
     ClientFrame,
     Event,
     HostedRun,
 )
-from dure.contracts.strategy import RankContext, seeded_model
-from dure.data.client_part import divide
 from dure.split.builders import SplitBuilder
 from dure.split.client import HeadError
 from dure.split.compressed import CompressedNode, exchange_of

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from websockets.sync.server import serve
 
-from dure.contracts.channels import ClientConnected, ClientDisconnected, ClientFrame
+from dure.protocol.channels import ClientConnected, ClientDisconnected, ClientFrame
 from dure.wire.signatures import NONCE, Signer, digest_of
 from dure.worlds.network.client.link import BusyError, RefusedError
 from dure.worlds.network.client.websocket import MOST_FIRST, ClosedError, WebSocket

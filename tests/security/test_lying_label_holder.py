@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.fresh_model import examples_for, seeded_model
 from dure.errors import PolicyError
 from dure.split.gradient_bound import ReceivedError
 from dure.split.network.control import Hello

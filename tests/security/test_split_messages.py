@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext
 from dure.errors import LossNotFiniteError
 from dure.fleet.conditions import Conditions
+from dure.protocol.server_context import ServerContext
 from dure.split.availability import AvailabilityTracker
 from dure.split.messages import (
     Ended,
@@ -285,7 +285,7 @@ def dropped_out(system: str, make: Callable[[], dure.Task] = task) -> Any:
         patch.setattr(AvailabilityTracker, "_draw", draw)
         patch.setattr(AvailabilityTracker, "_next", following)
         made = make()
-        context = RankContext(Group(), conditions=Conditions(drop_out=1e-9))
+        context = ServerContext(Group(), conditions=Conditions(drop_out=1e-9))
         learner = SimulatedSplitLearner(made, context, 0, strategy.of(made).plan)
         losses = [learner.advance(0).loss for _ in range(ROUNDS)]
     heads = {

@@ -125,7 +125,7 @@ def on_acc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(name: str, **how: Any) -> dure.Run:
     of, strategy = RUNS[name]
-    stop = dure.Stop(**{f"{strategy.unit}s": ROUNDS})
+    stop = dure.Stop(**{f"{strategy.traits.unit}s": ROUNDS})
     return dure.train(of, strategy, dure.Simulated(), stop, **how)
 
 
@@ -156,7 +156,7 @@ def test_a_run_goes_on_on_another_device(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     of, strategy = RUNS[name]
-    unit = f"{strategy.unit}s"
+    unit = f"{strategy.traits.unit}s"
     right = trained(name)
     begun = dure.Stop(**{unit: ROUNDS - 1})
     dure.train(of, strategy, dure.Simulated(), begun, out=tmp_path / "run", checkpoint_every=1)
@@ -182,7 +182,7 @@ DEPLOYED = {
 @pytest.mark.parametrize("name", DEPLOYED)
 def test_sites_and_their_server_compute_on_devices_of_their_own(name: str, tmp_path: Path) -> None:
     at_server, at_clients, of, strategy = DEPLOYED[name]
-    stop = dure.Stop(**{f"{strategy.unit}s": ROUNDS})
+    stop = dure.Stop(**{f"{strategy.traits.unit}s": ROUNDS})
     right = dure.train(of, strategy, dure.Simulated(), stop, check=False)
     mine, theirs = (of.head, of.tail) if isinstance(of, JoinedTask) else (of, of)
     clients: list[Thread] = []
@@ -204,7 +204,7 @@ def test_sites_and_their_server_compute_on_devices_of_their_own(name: str, tmp_p
         for number in range(event["clients"]):
             how = {"state": tmp_path / str(number), "device": at_clients}
             # Parties have all people; of other clients each has its part.
-            how["part"] = None if strategy.unit == "step" else number
+            how["part"] = None if strategy.traits.unit == "step" else number
             clients.append(Thread(target=joined, args=[event["serving"]], kwargs=how, daemon=True))
             clients[-1].start()
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import dure
 from dure.cli.main import main
-from dure.contracts.strategy import Strategy, examples_for, seeded_model
+from dure.contracts.fresh_model import examples_for, seeded_model
+from dure.contracts.strategy import Strategy
 from dure.fleet.virtual_network import NodeLink, VirtualNetwork
 from dure.split.client import SplitClient
 from dure.split.messages import SERVER

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.data.client_part import divide
 from dure.errors import RunFolderError
 from dure.parallel.pipeline.rng import RandomStream

@@ -17,7 +17,10 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.channels import (
+from dure.contracts.fresh_model import examples_for, seeded_model
+from dure.contracts.world import RankContext
+from dure.errors import CutNotANumberError, DureError, StateError
+from dure.protocol.channels import (
     Channels,
     ClientConnected,
     ClientDisconnected,
@@ -25,8 +28,6 @@ from dure.contracts.channels import (
     Event,
     HostedRun,
 )
-from dure.contracts.strategy import RankContext, examples_for, seeded_model
-from dure.errors import CutNotANumberError, DureError, StateError
 from dure.split.network.control import ClientFailed, Hello
 from dure.split.network.frames import decode, encode
 from dure.split.network.parties_control import Evaluated, Resume, Resumed, StateSaved

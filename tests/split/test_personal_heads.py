@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.fleet.virtual_network import VirtualNetwork, nbytes
 from dure.split.messages import Ended, HeadGradients, HeadHandover, HeadSum, SideState, Turn
 from dure.split.simulated import SimulatedSplitLearner

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 import dure
-from dure.contracts.strategy import Strategy, seeded_model
+from dure.contracts.fresh_model import seeded_model
+from dure.contracts.strategy import Strategy
 from small import EXAMPLES, largest_difference, small_task
 
 STEPS = -(-EXAMPLES // 8)

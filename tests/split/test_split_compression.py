@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.compression import Cast, Compression, Int8, TopK
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.data.client_part import divide
 from dure.data.conversion import as_examples
 from dure.data.partition import IID
@@ -434,7 +434,7 @@ def test_masks_and_whole_numbers_travel_as_they_are(said: list[tuple[str, str, A
 @pytest.mark.parametrize("compression", ["qsgd:7", "sign", "one-bit", "power-sgd:2"])
 def test_what_is_no_code_of_values_is_refused_by_name(compression: str) -> None:
     with pytest.raises(ValueError, match=r"a cut supports none, bfloat16, float16, int8"):
-        dure.SplitLearning(compression=compression).check(task_of(), None)
+        dure.SplitLearning(compression=compression).check(task_of(), dure.Simulated())
 
 
 def test_a_head_that_does_not_learn_has_nothing_to_compress() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.data.client_part import ClientExamples, divide
 from dure.data.partition import IID, QuantitySkew
 from dure.errors import TooFewClientsError

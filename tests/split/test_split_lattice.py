@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import Strategy, seeded_model
+from dure.contracts.fresh_model import seeded_model
+from dure.contracts.strategy import Strategy
 from dure.data.client_part import ClientExamples, divide
 from dure.data.partition import IID, QuantitySkew
 from dure.split.strategy import Split

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.data.examples import Examples
 from dure.parallel.pipeline.rng import RandomStream
 from dure.parallel.pipeline.stage import Microbatch

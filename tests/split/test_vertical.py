@@ -14,11 +14,12 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext, seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.data.batches import Batches
 from dure.data.heart import FILES
 from dure.errors import LossNotFiniteError
 from dure.fleet.virtual_network import VirtualNetwork
+from dure.protocol.server_context import ServerContext
 from dure.split.alignment import message_bytes
 from dure.split.parties.messages import ActivationGradients, Activations, BeginStep
 from dure.split.parties.model import divide
@@ -271,7 +272,7 @@ def learner(task: dure.Task, **fields: Any) -> SimulatedVerticalLearner:
     plan = dure.VerticalSplit(**{"batch_size": BATCH, **fields}).plan
     # Devices that take no time: what is said is said at once.
     conditions = dure.Simulated(devices="equal:inf:inf:inf")
-    return SimulatedVerticalLearner(task, RankContext(Group(), conditions=conditions), 0, plan)
+    return SimulatedVerticalLearner(task, ServerContext(Group(), conditions=conditions), 0, plan)
 
 
 def test_the_order_of_arrival_changes_no_bit() -> None:
@@ -408,7 +409,7 @@ def test_models_are_trained_undivided_by_other_systems() -> None:
     strategy = dure.DataParallel(batch_size=BATCH)
     run = dure.train(task, strategy, dure.Threads(2), dure.Stop(epochs=1))
     assert largest_difference(run, one) < 1e-12
-    assert dure.Pipeline().prove(task, seeded_model(task, 0), 2) is not None
+    assert dure.Pipeline().prove(task, seeded_model(task, 0), dure.Processes(2)) is not None
 
 
 class Doubles(dure.VerticalModel):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.fleet.virtual_network import VirtualNetwork

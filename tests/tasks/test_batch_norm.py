@@ -111,7 +111,7 @@ def test_every_system_refuses_before_the_run(strategy: Any, world: Any) -> None:
         dure.train(task(n), strategy, world, dure.Stop(epochs=1))
     if strategy.batch_size > 2:  # nobody else is refused
         plain = small_task(train=examples(n), test=None)
-        strategy.check_model(plain, plain.model(), 2)
+        strategy.check_model(plain, plain.model(), dure.Processes(2))
 
 
 @pytest.mark.parametrize("engine", ["loop", "loop-processes"])

@@ -40,7 +40,7 @@ def said(strategy: Any = None, world: Any = None, **changes: Any) -> list[str]:
     task = small_task(**{"train": ignoring(), "test": None, **changes})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        unit = "step" if strategy is None else strategy.unit
+        unit = "step" if strategy is None else strategy.traits.unit
         stop = dure.Stop(steps=1) if unit == "step" else dure.Stop(rounds=1)
         dure.train(task, strategy or dure.SingleWorker(), world, stop)
     assert all(one.filename == __file__ for one in caught), "it is about the user's line"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.data.batches import Batches
 from dure.errors import GradientNotFiniteError
 from dure.run.registry import parse_strategy
@@ -48,10 +48,10 @@ def task(**changes: object) -> dure.Task:
 
 def run(system: str, task: dure.Task, ranks: int = 1, **more: object) -> dure.Run:
     strategy = parse_strategy(system)
-    stop = dure.Stop(steps=6) if strategy.unit == "step" else dure.Stop(rounds=2)
-    world: dure.World = dure.Processes(max(ranks, strategy.ranks or 1))
-    if strategy.kind != "ranks":
-        world = dure.Threads(1) if strategy.kind == "threads" else dure.Simulated()
+    stop = dure.Stop(steps=6) if strategy.traits.unit == "step" else dure.Stop(rounds=2)
+    world: dure.World = dure.Processes(max(ranks, strategy.run_traits.ranks or 1))
+    if strategy.traits.kind != "ranks":
+        world = dure.Threads(1) if strategy.traits.kind == "threads" else dure.Simulated()
     return dure.train(task, strategy, world, stop, **more)  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.tasks.task_summary import differences, trains_of
 from dure.wire.requests import TaskDescription, from_json, to_json
 from small import small_task

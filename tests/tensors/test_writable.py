@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.tensors.writable import make_writable
 from small import FEATURES, largest_difference, network, small_task
 

@@ -43,15 +43,17 @@ from torch import Tensor, nn
 from dure.averaging.replica import AveragedReplica, check_partition, copy_model, shards_of
 from dure.averaging.synchronisation import Momentum, RoundSynchronisation, check_exchange
 from dure.collectives.all_reduce import Algorithm
-from dure.contracts.strategy import Kind, Learner, RankContext, StepResult, Strategy, unused_copy
+from dure.contracts.fresh_model import unused_copy
+from dure.contracts.learner import Learner, StepResult
+from dure.contracts.strategy import Strategy, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import ALL, Part
+from dure.contracts.training_options import ALL
+from dure.contracts.world import RankContext, World
 from dure.data import partition
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
 from dure.machine.devices import to_device
 from dure.memory.formula import WHOLE, MemoryShares
-from dure.record.meter import Meter
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
@@ -102,10 +104,12 @@ class ADMM(Strategy):
     accumulate: int = 1
 
     name: ClassVar[str] = "admm"
-    kind: ClassVar[Kind] = "ranks"
-    unit: ClassVar[str] = "round"
-    own_data: ClassVar[bool] = True
-    trains_with: ClassVar[frozenset[Part]] = ALL
+    traits: ClassVar[Traits] = Traits(
+        kind="ranks",
+        unit="round",
+        trains_with=ALL,
+        own_data=True,
+    )
 
     def __post_init__(self) -> None:
         parse_fields(self, {"partition": partition.parse})
@@ -127,13 +131,13 @@ class ADMM(Strategy):
         rho = f"rho={self.rho:g}{' adaptive' if self.adaptive else ''}"
         return " ".join(["ADMM" if self.duals else "ADMM without duals", rho, *parts])
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
         """Check that the model can train on batches of this size and that no tensors overlap.
 
         Raises ValueError otherwise.
         """
         check_no_shared_memory(model)
-        check_own_batches(task, model, self.batch_size, workers, self.accumulate)
+        check_own_batches(task, model, self.batch_size, world.workers, self.accumulate)
 
     def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
@@ -141,11 +145,11 @@ class ADMM(Strategy):
     def batches_of_step(self, task: Task, workers: int | None) -> Fraction | None:
         return Fraction(1, workers or 1)
 
-    def check(self, task: Task, workers: int | None) -> None:
-        check_joint_batch(self.batch_size, len(task.train), workers)
+    def check(self, task: Task, world: World) -> None:
+        check_joint_batch(self.batch_size, len(task.train), world.workers)
         check_accumulate(self.accumulate)
         check_exchange(self.all_reduce, self.momentum)
-        check_partition(self.partition, task, workers)
+        check_partition(self.partition, task, world.workers)
         if not (math.isfinite(self.rho) and self.rho > 0):
             raise ValueError(f"rho is {self.rho}, but it has to be greater than 0")
         if self.local_epochs < 1:
@@ -160,7 +164,6 @@ class ADMM(Strategy):
 class ADMMLearner(Learner):
     """ADMM on a rank: x in the replica, z in `consensus`, u in `duals`."""
 
-    unit = "round"
     rank_state_differs = True
     units_per_epoch = 1
 
@@ -332,6 +335,3 @@ class ADMMLearner(Learner):
         self.synchronisation.restore([])
         self.round = state["round"]
         self.rho = state["rho"]
-
-    def meters(self) -> Sequence[Meter]:
-        return [self.group.meter]

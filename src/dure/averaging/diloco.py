@@ -32,10 +32,12 @@ from dure.averaging.synchronisation import Momentum
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
-from dure.contracts.strategy import Kind, Learner, RankContext, Strategy
+from dure.contracts.learner import Learner
+from dure.contracts.strategy import Strategy, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import ALL, Part
-from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
+from dure.contracts.training_options import ALL
+from dure.contracts.world import RankContext, World
+from dure.data.sampling import JOINT_SAMPLING
 from dure.machine.devices import to_device
 from dure.memory.formula import WHOLE, MemoryShares
 from dure.settings import parse_fields
@@ -72,11 +74,13 @@ class DiLoCo(Strategy):
     accumulate: int = 1
 
     name: ClassVar[str] = "diloco"
-    kind: ClassVar[Kind] = "ranks"
-    unit: ClassVar[str] = "round"
-    own_data: ClassVar[bool] = True
-    trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
+    traits: ClassVar[Traits] = Traits(
+        kind="ranks",
+        unit="round",
+        trains_with=ALL,
+        samples=JOINT_SAMPLING,
+        own_data=True,
+    )
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})
@@ -97,8 +101,8 @@ class DiLoCo(Strategy):
         ]
         return " ".join([f"DiLoCo H={self.period}", *parts])
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        self.rounds().check_model(task, model, workers)
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
+        self.rounds().check_model(task, model, world)
 
     def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
@@ -106,8 +110,8 @@ class DiLoCo(Strategy):
     def batches_of_step(self, task: Task, workers: int | None) -> Fraction | None:
         return Fraction(1, workers or 1)
 
-    def check(self, task: Task, workers: int | None) -> None:
-        self.rounds().check(task, workers)
+    def check(self, task: Task, world: World) -> None:
+        self.rounds().check(task, world)
         if not (math.isfinite(self.outer_lr) and self.outer_lr >= 0):
             raise ValueError(f"outer_lr is {self.outer_lr}, but it has to be 0 or more")
         if not 0 <= self.outer_momentum < 1:

@@ -32,13 +32,14 @@ from dure.averaging.synchronisation import Momentum, RoundSynchronisation, check
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
-from dure.contracts.strategy import Kind, Learner, RankContext, StepResult, Strategy
+from dure.contracts.learner import Learner, StepResult
+from dure.contracts.strategy import Strategy, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import ALL, Part
+from dure.contracts.training_options import ALL
+from dure.contracts.world import RankContext, World
 from dure.data.batches import Batches, check_joint_batch
-from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
+from dure.data.sampling import JOINT_SAMPLING
 from dure.memory.formula import WHOLE, MemoryShares
-from dure.record.meter import Meter
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces, check_rank_pieces
 from dure.tasks.evaluation import evaluate
@@ -78,11 +79,13 @@ class LocalSGD(Strategy):
     accumulate: int = 1
 
     name: ClassVar[str] = "local-sgd"
-    kind: ClassVar[Kind] = "ranks"
-    unit: ClassVar[str] = "round"
-    own_data: ClassVar[bool] = True
-    trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
+    traits: ClassVar[Traits] = Traits(
+        kind="ranks",
+        unit="round",
+        trains_with=ALL,
+        samples=JOINT_SAMPLING,
+        own_data=True,
+    )
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})
@@ -100,8 +103,8 @@ class LocalSGD(Strategy):
     def batches_of_step(self, task: Task, workers: int | None) -> Fraction | None:
         return Fraction(1, workers or 1)
 
-    def check(self, task: Task, workers: int | None) -> None:
-        check_joint_batch(self.batch_size, len(task.train), workers)
+    def check(self, task: Task, world: World) -> None:
+        check_joint_batch(self.batch_size, len(task.train), world.workers)
         check_accumulate(self.accumulate)
         check_exchange(self.all_reduce, self.momentum)
         if self.period < 1:
@@ -109,13 +112,13 @@ class LocalSGD(Strategy):
         if self.local_from < 0:
             raise ValueError(f"local_from is {self.local_from}, but it has to be 0 or more")
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
         """Check that the model can train on batches of this size and that no tensors overlap.
 
         Raises ValueError otherwise.
         """
         check_no_shared_memory(model)
-        check_pieces(task, model, self.batch_size, workers, self.accumulate)
+        check_pieces(task, model, self.batch_size, world.workers, self.accumulate)
 
     def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
         return LocalSGDLearner(task, context, seed, self)
@@ -131,7 +134,6 @@ class LocalSGDLearner(Learner):
     DiLoCo overrides `move`, which applies the mean difference.
     """
 
-    unit = "round"
     rank_state_differs = True
     resizes = True  # an additional rank takes the optimizer state of a rank of the checkpoint
 
@@ -262,6 +264,3 @@ class LocalSGDLearner(Learner):
         load_optimizer(self.replica.optimizer, part["optimizer"])
         self.synchronisation.restore(part["compressors"])
         self.replica.scaling.restore(part)
-
-    def meters(self) -> Sequence[Meter]:
-        return [self.group.meter]

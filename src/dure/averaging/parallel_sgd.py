@@ -58,18 +58,20 @@ from dure.averaging.synchronisation import check_exchange, difference, pack_mess
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.group import Group
+from dure.contracts.fresh_model import unused_copy
+from dure.contracts.learner import Learner, StepResult
 from dure.contracts.metric import ratio
-from dure.contracts.strategy import Kind, Learner, RankContext, StepResult, Strategy, unused_copy
+from dure.contracts.strategy import Feature, Strategy, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import ALL, Part
+from dure.contracts.training_options import ALL
+from dure.contracts.world import Kind, RankContext, World
 from dure.data import partition
 from dure.data.batches import check_joint_batch
 from dure.data.examples import reader_on
 from dure.data.partition import IID, Partition
-from dure.data.sampling import SEPARATE_SAMPLING, SamplingRequest
+from dure.data.sampling import SEPARATE_SAMPLING
 from dure.errors import LossNotFiniteError
 from dure.memory.formula import WHOLE, MemoryShares
-from dure.record.meter import Meter
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
@@ -115,11 +117,13 @@ class ParallelSGD(Strategy):
     accumulate: int = 1
 
     name: ClassVar[str] = "parallel-sgd"
-    kind: ClassVar[Kind] = "ranks"
-    unit: ClassVar[str] = "round"
-    own_data: ClassVar[bool] = True
-    trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[frozenset[SamplingRequest]] = SEPARATE_SAMPLING
+    traits: ClassVar[Traits] = Traits(
+        kind="ranks",
+        unit="round",
+        trains_with=ALL,
+        samples=SEPARATE_SAMPLING,
+        own_data=True,
+    )
 
     def __post_init__(self) -> None:
         parse_fields(self, {"partition": partition.parse})
@@ -132,13 +136,13 @@ class ParallelSGD(Strategy):
         parts += ["shuffled"] if self.shuffle else []
         return " ".join(parts)
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
         """Check that the model can train on batches of this size and that no tensors overlap.
 
         Raises ValueError otherwise.
         """
         check_no_shared_memory(model)
-        check_own_batches(task, model, self.batch_size, workers, self.accumulate)
+        check_own_batches(task, model, self.batch_size, world.workers, self.accumulate)
 
     def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
@@ -146,11 +150,11 @@ class ParallelSGD(Strategy):
     def batches_of_step(self, task: Task, workers: int | None) -> Fraction | None:
         return Fraction(1, workers or 1)
 
-    def check(self, task: Task, workers: int | None) -> None:
-        check_joint_batch(self.batch_size, len(task.train), workers)
+    def check(self, task: Task, world: World) -> None:
+        check_joint_batch(self.batch_size, len(task.train), world.workers)
         check_accumulate(self.accumulate)
         check_exchange(self.all_reduce, "keep")
-        check_partition(self.partition, task, workers)
+        check_partition(self.partition, task, world.workers)
         if self.combine not in get_args(Combination):
             raise ValueError(
                 f"combine is {self.combine!r}; choose one of {', '.join(get_args(Combination))}"
@@ -176,13 +180,13 @@ class ParallelSGD(Strategy):
             return ()
         return self.partition.divide(workers, task.train, seed)
 
-    def cannot(self, part: Part, kind: Kind) -> str | None:
-        if part == "ema" and self.combine_every is None:
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
+        if feature == "ema" and self.combine_every is None:
             return (
                 "its models are combined only once, at the end, so there is nothing to average: "
                 "give combine_every"
             )
-        return super().cannot(part, kind)
+        return super().cannot(feature, kind)
 
     def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
         return ParallelSGDLearner(task, context, seed, self)
@@ -203,7 +207,6 @@ class _Told(NamedTuple):
 class ParallelSGDLearner(Learner):
     """Parallel SGD on a rank. `combined` is the model that is evaluated and returned."""
 
-    unit = "round"
     rank_state_differs = True
     units_per_epoch = 1
 
@@ -415,6 +418,3 @@ class ParallelSGDLearner(Learner):
         # Received examples are in no checkpoint: they are exchanged again.
         if self.strategy.shuffle:
             self._exchange(self.group.unmetered())
-
-    def meters(self) -> Sequence[Meter]:
-        return [self.group.meter]

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dure.contracts.fresh_model import examples_for
 from dure.contracts.lr_schedule import ScheduledRates
-from dure.contracts.strategy import RankContext, examples_for
 from dure.contracts.task import Task
+from dure.contracts.world import RankContext
 from dure.data.batches import Batches
 from dure.data.block_shuffling import Order
 from dure.data.examples import Examples, reader_on

@@ -39,7 +39,7 @@ from dure.collectives.compression import Compression, Compressor
 from dure.collectives.group import Group
 from dure.collectives.shared_memory.pool import empty_shared
 from dure.collectives.trailer import Trailer, common_start, per_rank_field, summed_field, time_field
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import CPU, is_cpu
 from dure.randomness.seeds import derive

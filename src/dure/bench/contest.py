@@ -28,7 +28,7 @@ from dure.bench.open_mpi import OpenMpi, absent
 from dure.bench.plan import CONTENDERS, MIB, BenchPlan
 from dure.collectives import Group, all_reduce
 from dure.collectives.shared_memory import Options, empty_shared
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 PERIOD = 1024
 """Period of the contents in elements; open_mpi_rank.py has the same value."""

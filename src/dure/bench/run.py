@@ -12,7 +12,7 @@ from typing import Any
 from dure.bench.contest import Contest
 from dure.bench.plan import BenchPlan
 from dure.bench.result import BenchResult
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.machine.cores import available_cores
 from dure.worlds.processes.fork_server import server
 from dure.worlds.processes.world import Processes

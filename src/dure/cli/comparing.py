@@ -37,8 +37,9 @@ from dure.worlds.launcher_environment import is_leader_process
 
 if TYPE_CHECKING:
     from dure.contracts.stop import Stop
-    from dure.contracts.strategy import Strategy, World
+    from dure.contracts.strategy import Strategy
     from dure.contracts.task import Task
+    from dure.contracts.world import World
     from dure.run.compare import Comparison
 
 ABOUT = (

@@ -15,8 +15,9 @@ from typing import Any
 
 from dure.cli.flags import given_options, options_of_task, parse_flags
 from dure.cli.worlds import entry, settings_of
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
+from dure.contracts.world import World
 from dure.parallel.mesh.mesh import AXES
 from dure.run.registry import split_settings
 from dure.tasks.builtin import load_task

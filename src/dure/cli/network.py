@@ -92,7 +92,7 @@ def serve(given: list[str]) -> int:
     from dure.worlds.network.world import Network
 
     kind = strategy_class(system)
-    if kind.kind != "clients":
+    if kind.traits.kind != "clients":
         raise ValueError(f"{system} has no clients: dure serve needs a federated system")
     parts = {
         "strategy": kind,

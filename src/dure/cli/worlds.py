@@ -18,7 +18,8 @@ from dure.cli.flags import (
     WorldOptions,
     value_of,
 )
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import World
 from dure.fleet.conditions import Conditions
 from dure.run.registry import (
     default_world,
@@ -53,7 +54,7 @@ def options_of(kind: type[Strategy], flags: Sequence[str]) -> dict[str, type[Any
     named = value_of("--world", flags)
     if named is not None and named not in _NAMES and named:
         return {"world": world_class(named), "named": NamedWorld}
-    if kind.kind != "clients":
+    if kind.traits.kind != "clients":
         if _counts_workers(kind):
             return {"world": RankOptions}
         return {"world": WorkerOptions if _has_device(kind) else WorldOptions}
@@ -80,14 +81,14 @@ def hidden_flags(kind: type[Strategy], world: type[Any]) -> set[str]:
     hidden: set[str] = set()
     # A name may have another meaning for ranks than for clients, such as deadline.
     if issubclass(world, Conditions):
-        hidden |= kind.without
-        for name in kind.without & set(_FOLLOW):
+        hidden |= kind.traits.without
+        for name in kind.traits.without & set(_FOLLOW):
             hidden.update(_FOLLOW[name])
-    hidden.add("rounds" if kind.unit == "step" else "steps")
-    lives = kind.supported_worlds()
-    if kind.kind != "clients" and not kind.coordinated:
+    hidden.add("rounds" if kind.traits.unit == "step" else "steps")
+    lives = kind.traits.kinds
+    if kind.traits.kind != "clients" and not kind.traits.coordinated:
         # A single worker is a single process, so its number and place cannot be chosen.
-        if kind.alone:
+        if kind.traits.alone:
             hidden |= {"workers", "world", "devices", "deadline", "backend", "bytes"}
         if "threads" not in lives:
             hidden.add("devices")
@@ -117,7 +118,7 @@ def world_of(strategy: Strategy, given: Any) -> World:
 
 def _counts_workers(kind: type[Strategy]) -> bool:
     """Return whether the strategy's own fields set the number of ranks."""
-    return kind.coordinated
+    return kind.traits.coordinated
 
 
 def _has_device(kind: type[Strategy]) -> bool:
@@ -159,12 +160,12 @@ def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
                 device = text[len("device=") :]
         strategy = parse_strategy(",".join([name, *others]))
         # A common --workers applies to a whole comparison, in which some systems do not use it.
-        alone = kind.kind == "clients" or kind.alone or _counts_workers(kind)
+        alone = kind.traits.kind == "clients" or kind.traits.alone or _counts_workers(kind)
         options = WorldOptions(
             workers=None if alone else workers, world=_NAMES[named], device=device
         )
         return strategy, _of_workers(strategy, options)
-    if kind.kind != "clients" and ":" not in named and not _lives_with_clients(kind, named):
+    if kind.traits.kind != "clients" and ":" not in named and not _lives_with_clients(kind, named):
         raise ValueError(f"{system!r}: the world has to be threads, processes, or your own class")
     # A setting that both have is the strategy's; an unknown one is reported as the strategy's.
     of_strategy = {field.name for field in fields(kind)}  # type: ignore[arg-type]
@@ -196,13 +197,13 @@ def _world_named(kind: type[Strategy], settings: Sequence[str]) -> str | None:
     """Return the world that settings name; for systems of clients by default "simulated"."""
     # After "world=".
     named = next((text[6:] for text in settings if text.startswith("world=")), None)
-    return "simulated" if named is None and kind.kind == "clients" else named
+    return "simulated" if named is None and kind.traits.kind == "clients" else named
 
 
 def _lives_with_clients(kind: type[Strategy], named: str) -> bool:
     """Return whether this is a world of clients that the strategy supports."""
     world = catalog.WORLDS.get(named)
-    return world is not None and world.lives == "clients" and "clients" in kind.supported_worlds()
+    return world is not None and world.lives == "clients" and "clients" in kind.traits.kinds
 
 
 def _of_workers(strategy: Strategy, asked: WorldOptions) -> World:
@@ -239,12 +240,12 @@ def _of_workers(strategy: Strategy, asked: WorldOptions) -> World:
                 "it out"
             )
         return job
-    if strategy.alone and workers not in (None, 1):
+    if strategy.traits.alone and workers not in (None, 1):
         raise ValueError(
             f"{strategy.name} has one worker: leave out --workers {workers}, or use data-parallel"
         )
     return Processes(
-        workers if workers is not None else strategy.ranks,
+        workers if workers is not None else strategy.run_traits.ranks,
         asked.deadline,
         asked.backend,
         asked.device,

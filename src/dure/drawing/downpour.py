@@ -19,6 +19,7 @@ from dure.drawing.virtual_run import (
 )
 from dure.parameter_server.downpour import Downpour
 from dure.parameter_server.simulated_replicas import SimulatedReplicas
+from dure.worlds.simulated import Simulated
 
 _EXAMPLES = 8
 """Examples of a replica's batch."""
@@ -43,7 +44,7 @@ def downpour_round(how: DownpourDrawing) -> ServerRound:
         period=how.steps,
     )
     task = random_task(_EXAMPLES * how.replicas * how.steps)
-    strategy.check(task, None)
+    strategy.check(task, Simulated())
     conditions = conditions_of(how.replicas, _EXAMPLES, how.transfer, how.slow, how.factor)
     learner = strategy.learner(task, context_of(conditions), 0)
     assert isinstance(learner, SimulatedReplicas)

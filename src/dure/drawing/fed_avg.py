@@ -18,7 +18,7 @@ from dure.federated.algorithms.fed_avg import FedAvg
 from dure.federated.server.sampling import parse
 from dure.fleet.conditions import Conditions
 from dure.protocol.carrier import STEP, AssignmentRecord, Clients, Combine, CoordinatorProtocol
-from dure.worlds.simulated import FederationSimulation
+from dure.worlds.simulated import FederationSimulation, Simulated
 
 _EXAMPLES = 16
 """Examples of a client."""
@@ -58,7 +58,7 @@ def fed_avg_rounds(how: FedAvgDrawing) -> FedAvgRounds:
     selection = "uniform" if deadline is None else f"uniform:1:{deadline:g}:1"
     strategy = FedAvg(clients=clients, batch_size=_EXAMPLES, selection=parse(selection))
     task = random_task(_EXAMPLES * clients)
-    strategy.check(task, None)
+    strategy.check(task, Simulated())
     conditions = conditions_of(
         clients, _EXAMPLES, how.transfer, how.slow, how.factor, federated=True
     )

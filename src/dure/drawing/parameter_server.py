@@ -23,6 +23,7 @@ from dure.drawing.virtual_run import (
 from dure.fleet.virtual_network import Transmission
 from dure.parameter_server.simulated import SimulatedParameterServer
 from dure.parameter_server.strategy import ParameterServer
+from dure.worlds.simulated import Simulated
 
 _EXAMPLES = 8
 """Examples of a worker's part of a batch."""
@@ -71,7 +72,7 @@ def server_round(staleness: int | None, how: ParameterServerDrawing) -> ServerRo
         period=how.steps,
     )
     task = random_task(_EXAMPLES * how.workers * how.steps)
-    strategy.check(task, None)
+    strategy.check(task, Simulated())
     conditions = conditions_of(how.workers, _EXAMPLES, how.transfer, how.slow, how.factor)
     learner = strategy.learner(task, context_of(conditions), 0)
     assert isinstance(learner, SimulatedParameterServer)

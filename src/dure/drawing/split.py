@@ -41,6 +41,7 @@ from dure.split.simulated import SimulatedSplitLearner
 from dure.split.split_fed import SplitFed
 from dure.split.strategy import Split
 from dure.split.vertical import VerticalSplit
+from dure.worlds.simulated import Simulated
 
 VARIANTS = {
     "vanilla": "labels at the server, which passes the head on",
@@ -95,7 +96,7 @@ def split_round(variant: str, how: SplitDrawing) -> SplitRound:
         return _vertical_round(how)
     task = random_task(_EXAMPLES * how.clients * how.steps)
     strategy = _strategy(variant, how.clients)
-    strategy.check(task, None)
+    strategy.check(task, Simulated())
     conditions = conditions_of(how.clients, _EXAMPLES, how.transfer)
     learner = strategy.learner(task, context_of(conditions), 0)
     assert isinstance(learner, SimulatedSplitLearner)
@@ -126,7 +127,7 @@ def _strategy(variant: str, clients: int) -> Split:
 def _vertical_round(how: SplitDrawing) -> SplitRound:
     task = random_task(_EXAMPLES * how.steps)
     strategy = VerticalSplit(parties=how.clients, batch_size=_EXAMPLES)
-    strategy.check(task, None)
+    strategy.check(task, Simulated())
     conditions = conditions_of(how.clients, _EXAMPLES, how.transfer)
     learner = strategy.learner(task, context_of(conditions), 0)
     assert isinstance(learner, SimulatedVerticalLearner)

@@ -17,13 +17,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import Learner, RankContext
+from dure.contracts.learner import Learner
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.fleet.conditions import Conditions
 from dure.fleet.devices import BYTES_PER_MBIT, Device, Devices
 from dure.fleet.virtual_network import HEADER, Transmission, VirtualNetwork
 from dure.protocol.carrier import Carrier, Clients
+from dure.protocol.server_context import ServerContext
 
 FEATURES = 12
 _HIDDEN = 16
@@ -117,9 +118,9 @@ def conditions_of(
 
 def context_of(
     conditions: Conditions, carrier: Callable[[Clients, int], Carrier] | None = None
-) -> RankContext:
+) -> ServerContext:
     """Return the context of a simulated run."""
-    return RankContext(Group(), kind="clients", conditions=conditions, carrier=carrier)
+    return ServerContext(Group(), kind="clients", conditions=conditions, carrier=carrier)
 
 
 def recorded_transmissions(network: VirtualNetwork) -> list[Transmission]:

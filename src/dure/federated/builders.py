@@ -18,8 +18,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Learner, RankContext, examples_for, unused_copy
+from dure.contracts.fresh_model import examples_for, unused_copy
+from dure.contracts.learner import Learner
 from dure.contracts.task import Task
+from dure.contracts.world import RankContext
 from dure.data.client_holdout import HeldOutOrder, split_held_out
 from dure.data.examples import Examples
 from dure.data.keys import name_of
@@ -50,6 +52,7 @@ from dure.fleet.upload import upload
 from dure.machine.devices import device_of_model
 from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier
+from dure.protocol.server_context import ServerContext
 from dure.randomness.secret import Secret
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.batch_norm import needs_two
@@ -86,6 +89,7 @@ class FederatedSettings(protections.ProtectionSettings, Protocol):
 
 def learner(strategy: FederatedSettings, task: Task, context: RankContext, seed: int) -> Learner:
     """Return the server: with simulated clients behind the place's carrier, or over a network."""
+    assert isinstance(context, ServerContext)
     if context.network is not None:
         return _serving(strategy, task, context, context.network, seed)
     assert context.carrier is not None
@@ -138,7 +142,7 @@ def build_server(
     strategy: FederatedSettings,
     task: Task,
     model: nn.Module,
-    context: RankContext,
+    context: ServerContext,
     carrier: Carrier,
     seed: int,
 ) -> FederatedServer:
@@ -201,7 +205,7 @@ def build_server(
 def _serving(
     strategy: FederatedSettings,
     task: Task,
-    context: RankContext,
+    context: ServerContext,
     network: Callable[[FederationSpec], Carrier],
     seed: int,
 ) -> Learner:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from dure.contracts.strategy import RankContext, unused_copy
+from dure.contracts.fresh_model import unused_copy
 from dure.contracts.task import Task
 from dure.data.partition import NaturalKey, Partition
 from dure.errors import warn
@@ -30,6 +30,7 @@ from dure.federated.server.privacy_interfaces import PrivateAggregation
 from dure.federated.server.sampling import Selection
 from dure.privacy.padding import padding_rows
 from dure.protocol.carrier import Carrier
+from dure.protocol.server_context import ServerContext
 from dure.randomness.secret import Secret
 from dure.tasks.batch_norm import statistics
 from dure.tensors.buffers import BufferNames
@@ -89,13 +90,13 @@ class ProtectionSettings(Protocol):
     def work(self) -> LocalWork: ...
 
 
-def secret_of(context: RankContext, seed: int) -> Secret:
+def secret_of(context: ServerContext, seed: int) -> Secret:
     """Return the source of the server's sampling, noise and groups."""
     # A simulation is reproducible; secrets that protect remote clients must not be.
     return Secret.simulated(seed) if context.network is None else Secret.system()
 
 
-def is_reproducible(privacy: Privacy, context: RankContext) -> bool:
+def is_reproducible(privacy: Privacy, context: ServerContext) -> bool:
     """Return whether the run is reproducible bit for bit."""
     return context.network is None or privacy == NOTHING
 
@@ -123,7 +124,7 @@ def secure_rounds_of(
     strategy: ProtectionSettings,
     task: Task,
     model: nn.Module,
-    context: RankContext,
+    context: ServerContext,
     clients: int,
     secret: Secret,
 ) -> tuple[SecureRounds | None, Aggregator]:
@@ -164,7 +165,7 @@ def private_rounds_of(
     strategy: ProtectionSettings,
     task: Task,
     model: nn.Module,
-    context: RankContext,
+    context: ServerContext,
     carrier: Carrier,
     secret: Secret,
     seed: int,

@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
+from dure.contracts.fresh_model import examples_for
+from dure.contracts.learner import Learner, Proof
 from dure.contracts.lr_schedule import check_counts_rounds
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy, examples_for
+from dure.contracts.strategy import Feature, RunTraits, Strategy, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import ALL, Part
+from dure.contracts.training_options import ALL
+from dure.contracts.world import Kind, RankContext, World
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.client_holdout import HeldOutOrder, split_held_out
 from dure.data.partition import IID, ClientParts, Partition, PartitionDescription, describe
-from dure.data.sampling import SEPARATE_SAMPLING, SamplingRequest
+from dure.data.sampling import SEPARATE_SAMPLING
 from dure.federated import aggregate, builders
 from dure.federated.adapters import check_adapter, with_adapter
 from dure.federated.aggregate import Aggregator, Mean
@@ -63,6 +66,7 @@ from dure.federated.server.client_metrics import FAILURES, client_metric_names
 from dure.federated.server.pacing import Pacing, SynchronousPacing
 from dure.federated.server.sampling import PerClientPoisson, Selection, Uniform, Weighted
 from dure.federated.server.server_optimizer import ServerOptimizer
+from dure.fleet.client_world import conditions_of
 from dure.fleet.conditions import Conditions
 from dure.fleet.malicious import attacker_count
 from dure.machine.devices import device_of, device_of_model
@@ -139,15 +143,17 @@ class Federated(Strategy):
 
     name: ClassVar[str]
     title: ClassVar[str]
-    kind: ClassVar[Kind] = "clients"
-    unit: ClassVar[str] = "round"
-    follows_model: ClassVar[bool] = True
-    # In older checkpoints the server and its clients were a single state.
-    oldest_checkpoint: ClassVar[int] = 2
-    without: ClassVar[frozenset[str]] = frozenset({"server_examples_per_second"})
+    traits: ClassVar[Traits] = Traits(
+        kind="clients",
+        unit="round",
+        trains_with=ALL,
+        samples=SEPARATE_SAMPLING,
+        without=frozenset({"server_examples_per_second"}),
+        follows_model=True,
+        # In older checkpoints the server and its clients were a single state.
+        oldest_checkpoint=2,
+    )
     sends_partial_work: ClassVar[bool] = False
-    trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[frozenset[SamplingRequest]] = SEPARATE_SAMPLING
     trains_by_steps: ClassVar[bool] = True
     """Whether clients train by steps of the task's optimizer, which a trainer can make."""
     noises_steps: ClassVar[bool] = True
@@ -198,15 +204,11 @@ class Federated(Strategy):
         """Return the rule that combines updates."""
         return self.aggregate
 
-    @property
-    def uses_poisson_sampling(self) -> bool:
-        return self.privacy.example is not None
-
-    def cannot(self, part: Part, kind: Kind) -> str | None:
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
         """Return why a part of learning is impossible: dp-sgd needs per-example gradients."""
-        if self.privacy.example is not None and part in ("precision", "compile"):
+        if self.privacy.example is not None and feature in ("precision", "compile"):
             return "dp-sgd computes per-example gradients in full precision"
-        return super().cannot(part, kind)
+        return super().cannot(feature, kind)
 
     def check_task(self, task: Task) -> None:
         """Raise ValueError if the algorithm cannot train the task."""
@@ -235,8 +237,11 @@ class Federated(Strategy):
         return with_adapter(inner, task, model)
 
     @property
-    def protects(self) -> bool:
-        return self.privacy != NOTHING
+    def run_traits(self) -> RunTraits:
+        return RunTraits(
+            protects=self.privacy != NOTHING,
+            uses_poisson_sampling=self.privacy.example is not None,
+        )
 
     @property
     def label(self) -> str:
@@ -326,7 +331,7 @@ class Federated(Strategy):
         if self.freeze_at is not None and self.freeze_at < 0:
             raise ValueError(f"freeze_at is {self.freeze_at}, but it has to be a round, 0 or more")
 
-    def check(self, task: Task, workers: int | None) -> None:
+    def check(self, task: Task, world: World) -> None:
         self.check_settings()
         if self.fine_tune and self._measured_on(task) is None:
             raise ValueError(
@@ -380,7 +385,7 @@ class Federated(Strategy):
             check_pacing(secure, self.pacing(clients), self.name)
             check_groups(secure, self.rule(), self.pacing(clients), clients)
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
         """Raise ValueError for a batch that is too small for the model, or shared memory."""
         check_no_shared_memory(model)
         if task.ema is not None and self._divides(task, model):
@@ -400,6 +405,9 @@ class Federated(Strategy):
                 "batch_size is 1, but the model has batch norm, which cannot compute statistics "
                 "of one example: use a batch_size of 2 or more"
             )
+        conditions = conditions_of(world)
+        if conditions is not None:
+            self._check_conditions(task, model, world, conditions)
 
     def _check_hooks(self, task: Task, model: nn.Module) -> None:
         """Raise ValueError for hooks that need updates which the privacy hides."""
@@ -421,15 +429,17 @@ class Federated(Strategy):
                 "leave one of the two out"
             )
 
-    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+    def prove(self, task: Task, model: nn.Module, world: World) -> Proof | None:
         """Check per-example gradient clipping on the model, with dp-sgd."""
-        self.check_model(task, model, workers)
+        self.check_model(task, model, world)
         # A server without data leaves the proof to its clients.
         if self.privacy.example is None or not len(task.train):
             return None
         return proven(task, model)
 
-    def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
+    def _check_conditions(
+        self, task: Task, model: nn.Module, world: World, conditions: Conditions
+    ) -> None:
         """Raise ValueError for impossible attackers, or an engine that cannot compute the task."""
         clients = self.count(task)
         attack = conditions.attack
@@ -471,7 +481,7 @@ class Federated(Strategy):
                 f"keep_updates stores the examples of an update, but {attack} replaces them by "
                 "poisoned examples: leave one of the two out"
             )
-        _check_names([*self.measures(task, model, conditions), FAILURES])
+        _check_names([*self.measures(task, model, world), FAILURES])
         name = conditions.device
         there = device_of_model(model) if name is None else device_of(name)
         check_place(conditions.engine, name, there)
@@ -508,15 +518,16 @@ class Federated(Strategy):
             return None
         return with_adapter(self.algorithm(start), task, model)
 
-    def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
+    def measures(self, task: Task, model: nn.Module, world: World) -> list[str]:
         """Return the names of all metrics: on the test data, and measured by clients."""
-        names = super().measures(task, model, conditions)
+        names = super().measures(task, model, world)
         whose = []
         if self._measured_on(task) is not None:
             whose.append("client")
             algorithm = self.algorithm_for(task, model, self.count(task) or 1)
             if self.fine_tune or type(algorithm).own is not Algorithm.own:
                 whose.append("personal")
+        conditions = conditions_of(world)
         if conditions is not None:
             if task.test is not None and conditions.attack.triggers:
                 names.append("test_backdoor")

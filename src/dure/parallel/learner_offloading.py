@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.contracts.strategy import RankContext
 from dure.contracts.task import Task
+from dure.contracts.world import RankContext
 from dure.memory.mapped import Disk, DiskError, mapped
 from dure.memory.offload.activations import OffloadedActivations
 from dure.memory.offload.gradients import OffloadedGradients

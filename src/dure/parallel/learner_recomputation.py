@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Proof, examples_for, unused_copy
+from dure.contracts.fresh_model import examples_for, unused_copy
+from dure.contracts.learner import Proof
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.machine.compiler import deferred_compiler

@@ -19,7 +19,6 @@ Source: Dean et al. 2012, "Large Scale Distributed Deep Networks" (DistBelief).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -27,13 +26,13 @@ from torch import nn
 
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
-from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy, World
+from dure.contracts.learner import Learner, Proof
+from dure.contracts.strategy import Feature, RunTraits, Strategy, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import Part
+from dure.contracts.world import Kind, RankContext, World
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Partition, PartitionDescription, describe
-from dure.fleet.conditions import Conditions
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.embeddings import check_no_tables
 from dure.parameter_server.plan import (
@@ -44,7 +43,6 @@ from dure.parameter_server.plan import (
     check_compression,
     check_model,
     check_reached,
-    check_under,
     check_unfreeze,
     check_world,
 )
@@ -99,24 +97,25 @@ class Downpour(Strategy):
     accumulate: int = 1
 
     name: ClassVar[str] = "downpour"
-    kind: ClassVar[Kind] = "ranks"
-    additional_worlds: ClassVar[Mapping[Kind, str]] = {"clients": "Downpour SGD, simulated"}
-    unit: ClassVar[str] = "round"
-    trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
-    coordinated: ClassVar[bool] = True
-    without: ClassVar[frozenset[str]] = frozenset({*WITHOUT, "server_examples_per_second"})
+    traits: ClassVar[Traits] = Traits(
+        kind="ranks",
+        unit="round",
+        additional_worlds={"clients": "Downpour SGD, simulated"},
+        trains_with=TRAINS_WITH,
+        without=frozenset({*WITHOUT, "server_examples_per_second"}),
+        coordinated=True,
+    )
 
     def __post_init__(self) -> None:
         parse_fields(self, {"partition": partition.parse, "compression": parse_compression})
 
     @property
-    def deterministic(self) -> bool:
-        # Arrival order, and the time of a fetch, depend on the machine.
-        return self.replicas == 1 and not self.overlap
-
-    @property
-    def ranks(self) -> int | None:
-        return 1 + self.servers + self.replicas * self.partitions
+    def run_traits(self) -> RunTraits:
+        return RunTraits(
+            ranks=1 + self.servers + self.replicas * self.partitions,
+            # Arrival order, and the time of a fetch, depend on the machine.
+            deterministic=self.replicas == 1 and not self.overlap,
+        )
 
     @property
     def label(self) -> str:
@@ -151,12 +150,12 @@ class Downpour(Strategy):
             alpha=self.alpha,
         )
 
-    def cannot(self, part: Part, kind: Kind) -> str | None:
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
         if self.partitions > 1:
-            return self.plan.pipeline.parallel.cannot(part, kind)
-        return CANNOT.get(part)
+            return self.plan.pipeline.parallel.cannot(feature, kind)
+        return CANNOT.get(feature)
 
-    def check(self, task: Task, workers: int | None) -> None:
+    def check(self, task: Task, world: World) -> None:
         for name in (
             "replicas",
             "partitions",
@@ -191,17 +190,15 @@ class Downpour(Strategy):
             )
         check_batch_size(self.batch_size)
         self.partition.divide(self.replicas, task.train)
-        if workers is not None and workers != self.ranks:
+        ranks = self.run_traits.ranks
+        if world.workers not in (None, ranks):
             raise ValueError(
                 f"servers={self.servers} and {self.replicas} replicas of {self.partitions} need "
-                f"{self.ranks} ranks including the leader, but the world has {workers}"
+                f"{ranks} ranks including the leader, but the world has {world.workers}"
             )
-
-    def check_in(self, world: World) -> None:
-        """Check that the world has ranks; raises ValueError for clients over a network."""
         check_world(world)
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
         """Check that servers can train this model; raises ValueError if not."""
         check_model(model)
         check_no_tables(model)
@@ -215,19 +212,15 @@ class Downpour(Strategy):
         if self.partitions > 1:
             self.plan.pipeline.check(task, model)
 
-    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+    def prove(self, task: Task, model: nn.Module, world: World) -> Proof | None:
         """Run the stages of a divided replica and the undivided model side by side.
 
         None if undivided.
         """
-        self.check_model(task, model, workers)
+        self.check_model(task, model, world)
         if self.partitions == 1:
             return None
-        return self.plan.pipeline.parallel.prove(task, model, self.partitions)
-
-    def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
-        """Check that replicas support the conditions; raises ValueError if not."""
-        check_under(conditions)
+        return self.plan.pipeline.parallel.prove(task, model, world)
 
     def division(self, task: Task, seed: int) -> PartitionDescription | None:
         train = task.train

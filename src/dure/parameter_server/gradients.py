@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import examples_for
+from dure.contracts.fresh_model import examples_for
 from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import reader_on

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from dure.collectives.compression import Compression
 from dure.collectives.compression.bucket import CompressionBucket
 from dure.contracts.lr_schedule import factor_at
-from dure.contracts.strategy import World
+from dure.contracts.strategy import Feature
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part, trained_from
+from dure.contracts.world import World
+from dure.fleet.client_world import conditions_of
 from dure.fleet.conditions import Conditions
 from dure.machine.devices import to_host
 from dure.machine.memory import available_memory
@@ -43,7 +45,7 @@ TRAINS_WITH: frozenset[Part] = frozenset(
 )
 """Optional parts of a task that workers of parameter servers support."""
 
-CANNOT: Mapping[Part, str] = {
+CANNOT: Mapping[Feature, str] = {
     "ema": "the servers hold the weights, and no process has all of them after a push"
 }
 
@@ -380,12 +382,18 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_world(world: World) -> None:
-    """Check that the world has ranks; raises ValueError for clients over a network."""
+    """Check that the world has ranks or simulated workers, and conditions that workers support.
+
+    Raises ValueError if not.
+    """
     if world.serves:
         raise ValueError(
             "a parameter server's workers have to be ranks or simulated: for clients over a "
             "network use a federated system, such as FedAvg"
         )
+    conditions = conditions_of(world)
+    if conditions is not None:
+        _check_conditions(conditions)
 
 
 WITHOUT = (
@@ -402,8 +410,7 @@ WITHOUT = (
 """Conditions of clients that workers do not support."""
 
 
-def check_under(conditions: Conditions) -> None:
-    """Check that workers support the conditions; raises ValueError if not."""
+def _check_conditions(conditions: Conditions) -> None:
     ideal = Conditions()
     if conditions.server_examples_per_second != ideal.server_examples_per_second:
         raise ValueError(

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dure.contracts.strategy import Learner, RankContext, StepResult
+from dure.contracts.learner import Learner, StepResult
 from dure.contracts.task import Task
-from dure.fleet.conditions import Conditions
+from dure.contracts.world import RankContext
 from dure.fleet.virtual_network import NodeLink
 from dure.machine.devices import device_of_model, to_cpu
 from dure.parameter_server.compressed import compressors_of, push_bytes
@@ -32,6 +32,7 @@ from dure.parameter_server.plan import first_states
 from dure.parameter_server.replica import DownpourReplica
 from dure.parameter_server.virtual_servers import VirtualServers
 from dure.parameter_server.worker import WorkerProtocol
+from dure.protocol.server_context import conditions_in
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate
@@ -64,14 +65,13 @@ class VirtualJob:
 class SimulatedReplicas(Learner):
     """All servers and replicas of a run, in a single process."""
 
-    unit = "round"
     where = "server"
 
     def __init__(self, task: Task, context: RankContext, seed: int, plan: DownpourPlan) -> None:
         self.plan = plan
         self.seed = seed
         self.group = context.group
-        self.conditions = context.conditions or Conditions()
+        self.conditions = conditions_in(context)
         self.model = context.model(task, seed).train()
         self.task = task = task.on(device_of_model(self.model))
         self.terms = plan.terms(task, self.model)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from dure.contracts.strategy import examples_for
+from dure.contracts.fresh_model import examples_for
 from dure.contracts.task import Task
 from dure.parallel.mesh.check import sample
 from dure.parallel.mesh.mesh import Mesh

@@ -22,7 +22,6 @@ Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -30,11 +29,12 @@ from torch import nn
 
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
-from dure.contracts.strategy import Kind, Learner, RankContext, Strategy, World
+from dure.contracts.learner import Learner
+from dure.contracts.strategy import Feature, RunTraits, Strategy, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import Part
+from dure.contracts.world import Kind, RankContext, World
 from dure.data.batches import check_joint_batch
-from dure.fleet.conditions import Conditions
+from dure.fleet.client_world import conditions_of
 from dure.parameter_server.embeddings import check_tables_on
 from dure.parameter_server.plan import (
     CANNOT,
@@ -47,7 +47,6 @@ from dure.parameter_server.plan import (
     check_reached,
     check_sparse,
     check_tables_whole,
-    check_under,
     check_unfreeze,
     check_world,
     recipe_of,
@@ -94,24 +93,25 @@ class ParameterServer(Strategy):
     accumulate: int = 1
 
     name: ClassVar[str] = "parameter-server"
-    kind: ClassVar[Kind] = "ranks"
-    additional_worlds: ClassVar[Mapping[Kind, str]] = {"clients": "parameter server, simulated"}
-    unit: ClassVar[str] = "round"
-    trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
-    coordinated: ClassVar[bool] = True
-    without: ClassVar[frozenset[str]] = frozenset({*WITHOUT, "server_examples_per_second"})
+    traits: ClassVar[Traits] = Traits(
+        kind="ranks",
+        unit="round",
+        additional_worlds={"clients": "parameter server, simulated"},
+        trains_with=TRAINS_WITH,
+        without=frozenset({*WITHOUT, "server_examples_per_second"}),
+        coordinated=True,
+    )
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})
 
     @property
-    def deterministic(self) -> bool:
-        # Arrival order depends on the machine unless workers wait for all others.
-        return self.staleness == 0 and self.groups == 1
-
-    @property
-    def ranks(self) -> int | None:
-        return ranks_of(self.plan)
+    def run_traits(self) -> RunTraits:
+        return RunTraits(
+            ranks=ranks_of(self.plan),
+            # Arrival order depends on the machine unless workers wait for all others.
+            deterministic=self.staleness == 0 and self.groups == 1,
+        )
 
     def label_in(self, kind: Kind) -> str:
         return f"{self.label}, simulated" if kind == "clients" else self.label
@@ -139,10 +139,10 @@ class ParameterServer(Strategy):
             accumulate=self.accumulate,
         )
 
-    def cannot(self, part: Part, kind: Kind) -> str | None:
-        return CANNOT.get(part)
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
+        return CANNOT.get(feature)
 
-    def check(self, task: Task, workers: int | None) -> None:
+    def check(self, task: Task, world: World) -> None:
         for name in ("servers", "workers", "groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it has to be 1 or more")
@@ -168,17 +168,15 @@ class ParameterServer(Strategy):
         check_compression(self.compression)
         check_accumulate(self.accumulate)
         check_joint_batch(self.batch_size, len(task.train), self.workers // self.groups)
-        if workers is not None and workers != self.ranks:
+        ranks = ranks_of(self.plan)
+        if world.workers not in (None, ranks):
             raise ValueError(
-                f"servers={self.servers} and workers={self.workers} need {self.ranks} ranks "
-                f"including the leader, but the world has {workers}"
+                f"servers={self.servers} and workers={self.workers} need {ranks} ranks "
+                f"including the leader, but the world has {world.workers}"
             )
-
-    def check_in(self, world: World) -> None:
-        """Check that the world has ranks; raises ValueError for clients over a network."""
         check_world(world)
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
         """Check that servers can train this model; raises ValueError if not."""
         check_model(model)
         check_sparse(task, model)
@@ -190,11 +188,9 @@ class ParameterServer(Strategy):
         batch = len(task.train) if self.batch_size is None else self.batch_size
         part = batch // (self.workers // self.groups)
         check_reached(task, model, part, recipe_of(task, model).plain)
-
-    def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
-        """Check that workers support the conditions; raises ValueError if not."""
-        check_under(conditions)
-        check_tables_on(model, conditions.device)
+        conditions = conditions_of(world)
+        if conditions is not None:
+            check_tables_on(model, conditions.device)
 
     def run_assistant(self, task: Task, context: RankContext, seed: int) -> str:
         return run_server_or_worker(task, context, seed, self.plan)

@@ -34,8 +34,9 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.contracts.fresh_model import examples_for
+from dure.contracts.learner import Proof
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Proof, examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.privacy.accountant import (

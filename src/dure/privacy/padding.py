@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import examples_for, unused_copy
+from dure.contracts.fresh_model import examples_for, unused_copy
 from dure.contracts.task import Task
 from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import generators_state, restore_generators

@@ -18,9 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
+from dure.contracts.fresh_model import seeded_model
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Strategy, World, seeded_model
+from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
+from dure.contracts.world import World
 from dure.federated.privacy.attacks.canaries import Canaries, audited_epsilon
 from dure.federated.privacy.attacks.examine import (
     AttackProgress,

@@ -13,7 +13,7 @@ import msgspec
 
 from dure import __version__
 from dure.collectives.group import Group
-from dure.contracts.strategy import Learner
+from dure.contracts.learner import Learner
 from dure.errors import DureError, RunFolderError, described
 from dure.machine.devices import to_cpu
 from dure.memory.spill_store import SpillStore
@@ -133,7 +133,7 @@ class Checkpoints:
         if received is None:
             return None
         weights, state = received.weights, received.state
-        oldest = self.job.strategy.oldest_checkpoint
+        oldest = self.job.strategy.traits.oldest_checkpoint
         check_version(state, f"the checkpoint of {self.job.folder}", oldest)
         self._check_ranks(state.get("ranks", self.group.size))
         try:

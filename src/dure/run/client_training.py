@@ -18,7 +18,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from dure.contracts.strategy import examples_for, seeded_model, unused_copy
+from dure.contracts.fresh_model import examples_for, seeded_model, unused_copy
 from dure.contracts.task import Task
 from dure.data.bad_values import bad_values
 from dure.errors import PolicyError

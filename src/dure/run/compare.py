@@ -26,8 +26,9 @@ from torch import nn
 
 from dure.arguments import check_path, shown
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
+from dure.contracts.world import World
 from dure.errors import DureError, exit_is_a_failure, text_of
 from dure.record.disk import write_atomically
 from dure.record.run import Run, RunFolder

@@ -13,8 +13,8 @@ import torch
 
 from dure import __version__
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import World
 from dure.contracts.task import Task
+from dure.contracts.world import World
 from dure.errors import RunFolderError
 from dure.memory.weight_files import digest_of
 from dure.record.run import RunFolder
@@ -104,7 +104,7 @@ def config_of(job: Job, world: World, task: Task) -> dict[str, Any]:
     # A server does not know the partition of its clients' data.
     division = None if world.serves else job.strategy.division(task, job.seed)
     # Most runs are deterministic, and have no entry.
-    repeats = {} if job.strategy.deterministic else {"deterministic": False}
+    repeats = {} if job.strategy.run_traits.deterministic else {"deterministic": False}
     return {
         "label": job.label,
         # Identifies the run, since another run may have the same request.

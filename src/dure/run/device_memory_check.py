@@ -18,8 +18,9 @@ from multiprocessing.connection import Connection
 import torch
 from torch import nn
 
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
+from dure.contracts.world import World
 from dure.machine.devices import cached_bytes, device_of, free_bytes, in_use, is_cpu
 from dure.memory.formula import (
     MemoryShares,
@@ -57,14 +58,14 @@ def check_fits_devices(
             device, its free bytes and the number of ranks on it.
     """
     shares = strategy.shares(world.workers)
-    named = [device_of(name) for name in strategy.computes_on or world.computes_on]
+    named = [device_of(name) for name in strategy.run_traits.computes_on or world.computes_on]
     ranks = Counter(device for device in named if not is_cpu(device))
     if shares is None or world.kind != "ranks" or not ranks:
         return
     most = max(ranks.values())
     if bytes_of(tensors_of(model)) * _MANY * most < LEAST:
         return
-    shares = shares.without(strategy.offloaded)
+    shares = shares.without(strategy.run_traits.offloaded)
     need = training_memory_of(model, task.optimizer)
     # A process that will not compute on the devices does not take memory on them either.
     look = _free if in_use() or not world.elsewhere else _free_by_another

@@ -18,17 +18,17 @@ import msgspec
 import torch
 from torch import Tensor
 
-from dure.contracts.strategy import (
+from dure.contracts.learner import (
     CALLBACK,
     CHECKPOINT,
     INTERRUPT,
     STOP,
     TRANSFER_BUDGET_SPENT,
     Learner,
-    RankContext,
     StepInterrupted,
     StepResult,
 )
+from dure.contracts.world import RankContext
 from dure.errors import (
     DureError,
     LossNotFiniteError,
@@ -41,6 +41,7 @@ from dure.machine.compiler import deferred_compiler
 from dure.machine.devices import peak_bytes, reset_peak_bytes, synchronize, to_cpu
 from dure.machine.memory import keep_freed_memory, return_freed_memory, trim_heap
 from dure.machine.threads import threads, threads_for
+from dure.protocol.server_context import ServerContext
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.record.best import keep_best, restore_best
 from dure.record.disk_tensors import DiskTensors, Leaf, in_memory
@@ -64,8 +65,9 @@ from dure.run.weight_averaging import with_average
 
 def drive(job: Job, context: RankContext) -> RunOutcome:
     """Execute the job on this rank, and return its results."""
-    trains = context.network is None or job.strategy.trains_at_server
-    keeps = trains and not job.strategy.spares_memory
+    serves = isinstance(context, ServerContext) and context.network is not None
+    trains = not serves or job.strategy.traits.trains_at_server
+    keeps = trains and not job.strategy.run_traits.spares_memory
     memory = keep_freed_memory() if keeps else return_freed_memory()
     with deferred_compiler(), memory:
         return _drive(job, context)
@@ -89,14 +91,15 @@ def _drive(job: Job, context: RankContext) -> RunOutcome:
         context.check = job.check
         context.folder = job.folder
         context.config = job.config
-        context.page = None if job.folder is None else partial(page_of, job.folder)
-        if job.strategy.coordinated and context.group.rank:
+        if isinstance(context, ServerContext) and job.folder is not None:
+            context.page = partial(page_of, job.folder)
+        if job.strategy.traits.coordinated and context.group.rank:
             ended = job.strategy.run_assistant(job.task, context, job.seed)
             return RunOutcome({}, {}, History(), {"ended": ended})
         learner = with_average(
             job.strategy.learner(job.task, context, job.seed), job.task.ema, context.group
         )
-        if job.strategy.coordinated:
+        if job.strategy.traits.coordinated:
             # The coordinating rank continues alone: the other ranks may be dead by then.
             context.group = context.group.alone()
         driver = Driver(job, context, learner)
@@ -209,7 +212,7 @@ class Driver:
         Returns the limit that ends the run, else None.
         """
         position = self.position
-        self.group.step = f"{self.learner.unit} {position.step + 1}"
+        self.group.step = f"{self.unit} {position.step + 1}"
         self._began = time.perf_counter()
         try:
             progress = self.learner.advance(self._control_flags() if self.is_leader else 0)
@@ -284,6 +287,11 @@ class Driver:
         return self.learner.examples or len(self.job.task.train) or 1
 
     @property
+    def unit(self) -> str:
+        """Unit of progress: "step" or "round"."""
+        return self.job.strategy.traits.unit
+
+    @property
     def evaluate_every(self) -> int:
         """Current number of steps or rounds between evaluations; rounds may grow."""
         return self.job.evaluate_every or self.learner.units_per_epoch
@@ -299,7 +307,7 @@ class Driver:
         if stop.bytes is not None:
             self.travelled = self._travelled()
         reached = stop.reached(
-            self.learner.unit,
+            self.unit,
             position.step,
             position.samples,
             self.examples,
@@ -361,7 +369,7 @@ class Driver:
         position = self.position
         self.context.report(
             {
-                "unit": self.learner.unit,
+                "unit": self.unit,
                 "step": position.step,
                 "epoch": position.samples / self.examples,
                 "samples": position.samples,
@@ -454,7 +462,7 @@ class Driver:
         if not self.is_leader or not self.job.told:
             return
         content = History.encode(record)
-        about = {"counts": self.learner.unit, "step": self.position.step, "record": content}
+        about = {"counts": self.unit, "step": self.position.step, "record": content}
         try:
             self.context.report(about)
         except StopRun:
@@ -517,7 +525,7 @@ class Driver:
 
     def _signed(self, summary: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
         """Return (summary, metadata of the model, files beside the model), signed by a server."""
-        sign = self.context.signs
+        sign = self.context.signs if isinstance(self.context, ServerContext) else None
         if sign is None:
             return summary, None, None
         lineage = lineage_of(self.job.config, summary)

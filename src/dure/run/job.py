@@ -11,8 +11,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from dure.contracts.learner import Proof
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Proof, Strategy
+from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
 from dure.record.history import History
 from dure.run.early_stopping import BestEvaluation

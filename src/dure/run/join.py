@@ -136,7 +136,7 @@ def join(
             on_progress("trust", {"in": trust})
         strategy = decode_strategy(welcome.strategy, training.ask)
         # Checked here, because the client draws the batches and not the server.
-        check_data_asks(task, strategy, strategy.kind)
+        check_data_asks(task, strategy, strategy.traits.kind)
         if isinstance(strategy, Split | VerticalSplit):
             takes = party_site.take_part if isinstance(strategy, VerticalSplit) else take_part
             return takes(
@@ -194,7 +194,7 @@ def check(url: str, task: Task, reach: ConnectionOptions) -> Iterator[str]:
         yield f"policy: {'; '.join(reasons) or 'this run is allowed'}"
         if not reasons and (trust := site.trust(welcome)):
             yield f"trust: {trust}"
-        check_data_asks(task, strategy, strategy.kind)
+        check_data_asks(task, strategy, strategy.traits.kind)
         if isinstance(strategy, Split):
             yield from check_part(task, strategy, welcome, reach.part, training.computes_on)
             return

@@ -13,9 +13,10 @@ from typing import Any
 from torch import nn
 
 from dure.contracts.adapter import LoRA
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
 from dure.contracts.training_options import PARTS, Part, check_unfrozen, training_options_of
+from dure.contracts.world import World
 from dure.tasks.loss_scaling import check_weights
 from dure.tasks.parts import parts_of
 
@@ -52,7 +53,7 @@ def _unserved(part: Part, strategy: Strategy) -> str | None:
 
     See `dure.tasks.task_summary`.
     """
-    if strategy.trains_at_server:
+    if strategy.traits.trains_at_server:
         return "sites that train parts of one model over a network do not compare it"
     if part == "compile":
         return "each site of a network compiles its own model: set it in the client's task"

@@ -26,7 +26,7 @@ from dure.record.untrusted_files import contents
 from dure.worlds.network.server.model_digests import FILE as MODELS
 
 if TYPE_CHECKING:
-    from dure.contracts.strategy import SigningKey
+    from dure.protocol.server_context import SigningKey
 
 METADATA = "dure_lineage"
 """Key of the lineage in the metadata of model.safetensors."""

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
+from dure.contracts.world import World
 from dure.machine.compiler import deferred_compiler
 from dure.machine.limits import RemainingMemory, remaining_memory
 from dure.machine.memory import free_in_heap, trim_heap
@@ -106,7 +107,7 @@ def check_fits(task: Task, strategy: Strategy, world: World, model: nn.Module) -
     """
     check_fits_devices(task, strategy, world, model, _refusal_on_device)
     shares = strategy.shares(world.workers)
-    elsewhere = [*strategy.computes_on, *world.computes_on]
+    elsewhere = [*strategy.run_traits.computes_on, *world.computes_on]
     if shares is None or any(name != "cpu" for name in elsewhere):
         return
     if all(bytes_of(tensors_of(model)) * _MANY < room.nbytes for room in remaining_memory()):
@@ -120,7 +121,7 @@ def check_fits(task: Task, strategy: Strategy, world: World, model: nn.Module) -
         # This process's own copy of the model is released for the workers, or used by the worker.
         free = room.most + held_by(model, room.addressed)
         free += 0 if room.shared else free_in_heap()
-        least = _needed(need, _lying_in(room, shares, strategy.offloaded), room, count)
+        least = _needed(need, _lying_in(room, shares, strategy.run_traits.offloaded), room, count)
         if least > free:
             raise ValueError(_refusal(need, shares, strategy, room, free, least, count))
 
@@ -173,7 +174,7 @@ def _refusal(
     least: int,
     count: int,
 ) -> str:
-    own = need.of(_lying_in(room, shares, strategy.offloaded))
+    own = need.of(_lying_in(room, shares, strategy.run_traits.offloaded))
     who = f"each of {count} workers" if count > 1 else "the worker"
     together = f", {_size(least)} together" if least > own.total else ""
     ways = list(_ways(need, shares, strategy, room, free, count))
@@ -236,8 +237,8 @@ def _counts() -> Iterator[int]:
 
 def _offloads(strategy: Strategy) -> Iterator[tuple[str, ...]]:
     """Yield sets of parts to offload, each with one more part."""
-    wanted = tuple(strategy.offloaded)
-    for part in strategy.can_offload:
+    wanted = tuple(strategy.run_traits.offloaded)
+    for part in strategy.traits.can_offload:
         if part in wanted:
             continue
         wanted = (*wanted, part)

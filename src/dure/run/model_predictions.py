@@ -27,8 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Strategy, World, examples_for
+from dure.contracts.fresh_model import examples_for
+from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
+from dure.contracts.world import World
 from dure.data.examples import Examples
 from dure.errors import described
 from dure.machine.devices import device_of_model, to_device
@@ -83,7 +85,11 @@ def write_answers(run: Run, task: Task, strategy: Strategy, world: World) -> Non
     Writes nothing if the model is incomplete or no classifier. An error here becomes a warning,
     because the run itself has ended successfully.
     """
-    if run.folder is None or strategy.spares_memory or run.summary.get("weights_elsewhere"):
+    if (
+        run.folder is None
+        or strategy.run_traits.spares_memory
+        or run.summary.get("weights_elsewhere")
+    ):
         return
     before = generators_state()
     try:
@@ -104,7 +110,9 @@ def write_answers(run: Run, task: Task, strategy: Strategy, world: World) -> Non
 def may_show(task: Task, strategy: Strategy, world: World) -> bool:
     """Return whether examples may be visible to every reader of the run folder."""
     owned = any(data is not None and data.keys is not None for data in (task.train, task.test))
-    return task.show_examples and not world.serves and not strategy.protects and not owned
+    return (
+        task.show_examples and not world.serves and not strategy.run_traits.protects and not owned
+    )
 
 
 def _write(folder: Path, model: nn.Module, task: Task, shows: bool) -> None:

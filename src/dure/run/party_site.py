@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 import torch
 
-from dure.contracts.strategy import examples_for
+from dure.contracts.fresh_model import examples_for
 from dure.contracts.task import Task
 from dure.data.examples import reader_on
 from dure.machine.compiler import deferred_compiler

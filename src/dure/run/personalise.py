@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.fresh_model import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.batches import batches_per_epoch, check_batch_size
 from dure.errors import RunFolderError

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dure.contracts.strategy import examples_for
+from dure.contracts.fresh_model import examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import RunFolderError

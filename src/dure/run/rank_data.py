@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
+from dure.contracts.world import World
 from dure.data.block_shuffling import BlockLayout
 from dure.data.examples import Examples
 from dure.data.rank_examples import RankDataFactory, RankExamples
@@ -38,7 +39,7 @@ def task_for_checks(task: Task, strategy: Strategy, world: World) -> Task:
     ranks = world.workers or 1
     if world.kind == "threads" or ranks == 1:
         return replace(task, train=train.of(0, 1))
-    if not strategy.own_data:
+    if not strategy.traits.own_data:
         raise ValueError(
             f"Task.train is a function of (rank, world), but the ranks of {strategy.name} share "
             "their examples: give examples, or dure.Shards on a disk that all of them can read"
@@ -60,6 +61,20 @@ def release_rank_data(task: Task) -> None:
         task.train.forget()
 
 
+class _CountedRanks(World):
+    """World of a number of ranks, as the ranks know it while they run."""
+
+    name = "ranks"
+    kind = "ranks"
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    @property
+    def workers(self) -> int:
+        return self._ranks
+
+
 def with_own_data(task: Task, strategy: Strategy, group: Group) -> Task:
     """Return the task with this rank's data. Collective: all ranks call this function together.
 
@@ -73,7 +88,7 @@ def with_own_data(task: Task, strategy: Strategy, group: Group) -> Task:
     if group.size == 1:
         return replace(task, train=own)
     counted = replace(task, train=RankExamples(own, _told(own, group), group.rank))
-    strategy.check(counted, group.size)
+    strategy.check(counted, _CountedRanks(group.size))
     return counted
 
 

@@ -29,7 +29,8 @@ from dure import catalog, references
 from dure.arguments import check_fields, shown
 from dure.collectives import compression
 from dure.collectives.compression import Compression
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import World
 from dure.data import partition
 from dure.data.partition import Partition
 from dure.errors import described, suggestion
@@ -117,14 +118,14 @@ def default_world(strategy: Strategy) -> World:
     """
     check_kind(strategy, Strategy)
     # Also under torchrun, where the simulated world itself reports that it is one process.
-    if strategy.kind == "clients":
+    if strategy.traits.kind == "clients":
         return world_class("simulated")()
     # torchrun has started ranks already, so a strategy that supports ranks uses them.
-    if under_torchrun() and "ranks" in strategy.supported_worlds():
+    if under_torchrun() and "ranks" in strategy.traits.kinds:
         return world_class("torchrun")()
-    if strategy.kind == "threads":
+    if strategy.traits.kind == "threads":
         return world_class("threads")()
-    return Processes(strategy.ranks)
+    return Processes(strategy.run_traits.ranks)
 
 
 def check_kind(thing: Any, base: type[Strategy] | type[World]) -> None:

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
-from dure.contracts.strategy import seeded_model, unused_copy
+from dure.contracts.fresh_model import seeded_model, unused_copy
 from dure.contracts.task import Task
 from dure.machine.memory import trim_heap
 from dure.memory.file_backed_init import (

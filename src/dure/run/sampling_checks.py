@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 
 from dure.contracts.own_loss import OwnLoss
-from dure.contracts.strategy import Kind, Strategy
+from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
+from dure.contracts.world import Kind
 from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples
 from dure.data.sampling import SamplingRequest
@@ -31,7 +32,11 @@ def check_data_asks(task: Task, strategy: Strategy, kind: Kind) -> None:
             "dataset itself"
         )
     # The simulation of a strategy of ranks draws batches of its own.
-    able = strategy.samples if kind == strategy.kind or kind != "clients" else frozenset()
+    able = (
+        strategy.traits.samples
+        if kind == strategy.traits.kind or kind != "clients"
+        else frozenset()
+    )
     for way in sorted(_asked(task) - able):
         raise ValueError(
             f"{strategy.name} itself decides which client or rank trains on which examples and in "
@@ -39,7 +44,7 @@ def check_data_asks(task: Task, strategy: Strategy, kind: Kind) -> None:
             "joint batches, such as data-parallel"
         )
     for way in sorted(_asked(task)):
-        if strategy.uses_poisson_sampling:
+        if strategy.run_traits.uses_poisson_sampling:
             raise ValueError(
                 f"differential privacy draws its own batches and cannot use {way}: give the "
                 "dataset itself"
@@ -49,7 +54,7 @@ def check_data_asks(task: Task, strategy: Strategy, kind: Kind) -> None:
             f"drop_last drops all {len(task.train)} examples, because a batch has {size}"
         )
     if isinstance(task.loss, OwnLoss):
-        why = strategy.cannot_own_loss(kind)
+        why = strategy.cannot("own_loss", kind)
         if why is not None:
             raise ValueError(
                 f"{type(strategy).__name__} cannot train with a model's own loss: {why}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dure.collectives.compression import Compression
 from dure.collectives.group import Group
-from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.fresh_model import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.client_part import ClientExamples, divide

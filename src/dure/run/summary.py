@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dure.contracts.strategy import Learner
+from dure.contracts.learner import Learner
 from dure.data.examples import Examples
 from dure.record.history import History, finite
 from dure.record.idleness import idle_share, over_busy
@@ -67,7 +67,7 @@ def summarise(
         "label": job.label,
         "strategy": job.strategy.name,
         "world": job.world,
-        "unit": learner.unit,
+        "unit": job.strategy.traits.unit,
         "seed": job.seed,
         "ended": ended,
         "steps": position.step,
@@ -78,7 +78,7 @@ def summarise(
         "best": history.best(),
         **_best_model(job, position, history),
         **_baseline(job),
-        **({"mean_of": job.strategy.mean_of} if job.strategy.mean_of else {}),
+        **({"mean_of": job.strategy.traits.mean_of} if job.strategy.traits.mean_of else {}),
         "train_loss": position.loss,
         "numbers": position.numbers,
         "parameters": job.parameters,
@@ -139,7 +139,7 @@ def _baseline(job: Job) -> dict[str, Any]:
     test = None if task.test is None else task.test.sets().get("test")
     # For a dataset every example might have to be read.
     here = type(train) is Examples and type(test) is Examples
-    if "accuracy" not in task.measures or not here or job.strategy.protects:
+    if "accuracy" not in task.measures or not here or job.strategy.run_traits.protects:
         return {}
     known = _known(train)
     labels = _known(test)

@@ -18,13 +18,17 @@ from torch import nn
 
 from dure import __version__, catalog
 from dure.arguments import check_path
+from dure.contracts.fresh_model import unused_copy
 from dure.contracts.initial_weights import warn_of_drawn
+from dure.contracts.learner import Proof
 from dure.contracts.lr_schedule import check_schedule
 from dure.contracts.optimizer_checks import checked_optimizer
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Proof, Strategy, World, unused_copy
+from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
+from dure.contracts.world import World
 from dure.errors import DureError, RunFolderError, described, exit_is_a_failure, text_of
+from dure.fleet.client_world import conditions_of
 from dure.machine.compiler import deferred_compiler
 from dure.machine.devices import check_device_dtypes
 from dure.machine.user_code import call_with_modules, user_modules_of
@@ -176,7 +180,7 @@ def train(
     if folder is not None and world.is_leader:
         # An elastic job that torchrun restarts finds its own folder.
         if elastic:
-            RunFolder.enter(folder, config, strategy.oldest_checkpoint)
+            RunFolder.enter(folder, config, strategy.traits.oldest_checkpoint)
         else:
             RunFolder.create(folder, config)
         begun_here(folder, task, strategy, world)
@@ -305,9 +309,9 @@ def resume(
         _note(path, new_config, task, strategy, world)
         RunFolder(path).begin_again(
             new_config,
-            strategy.oldest_checkpoint,
+            strategy.traits.oldest_checkpoint,
             named_again=_named_again(again),
-            moves=strategy.moves,
+            moves=strategy.traits.moves,
             model=job.fresh.state_dict() if job.fresh is not None else None,
         )
         # The lineage describes an earlier end of the run, and is no longer true.
@@ -524,7 +528,8 @@ def _done(job: Job, world: World, on_progress: Progress) -> Run:
 
     Raises ValueError for a simulation that stores updates without a folder for them.
     """
-    keeps = world.conditions is not None and world.conditions.keep_updates
+    conditions = conditions_of(world)
+    keeps = conditions is not None and conditions.keep_updates
     if keeps and job.folder is None:
         raise ValueError(
             "keep_updates writes into the run folder, but the run has none: give its path with out"
@@ -610,7 +615,7 @@ def prepare(
     )
     _check_kinds(strategy, world)
     check_can(task, strategy, world)
-    check_whole(task, strategy.trains_parts, world.serves)
+    check_whole(task, strategy.traits.trains_parts, world.serves)
     check_validation(task, strategy, world)
     asked = task
     task = with_validation(task_for_checks(task, strategy, world), seed)
@@ -623,15 +628,14 @@ def prepare(
     for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
         if every is not None and every < 1:
             raise ValueError(
-                f"{name} is {every}, but it is a number of {strategy.unit}s: 1 or more"
+                f"{name} is {every}, but it is a number of {strategy.traits.unit}s: 1 or more"
             )
-    world.begin(strategy.imports)  # while this process looks at what is asked
+    world.begin(strategy.run_traits.imports)  # while this process looks at what is asked
     strategy = strategy.planned(task, stop)
     check_data_asks(task, strategy, world.kind)
-    strategy.check(task, world.workers)
+    strategy.check(task, world)
     check_drawn(task, strategy, world.workers, seed)
-    strategy.check_in(world)
-    stop.check(strategy.unit)
+    stop.check(strategy.traits.unit)
     _check_bytes(stop, world)
     if has_data:
         _check_first_example(task)
@@ -681,8 +685,8 @@ def _checked(
 ) -> tuple[Proof, ...]:
     """Return the tests of the model that passed. Raises ValueError if the model does not fit."""
     # A single worker neither adds tensors to those of others nor sends them.
-    check_supported(model, sent=not strategy.alone)
-    measured = strategy.measures(task, model, world.conditions)
+    check_supported(model, sent=not strategy.traits.alone)
+    measured = strategy.measures(task, model, world)
     if stop.target:
         _check_target(stop, measured, world.serves)
     check_early(task, stop, measured)
@@ -712,8 +716,8 @@ def _check_kinds(strategy: Strategy, world: World) -> None:
     """Raise ValueError for objects of the wrong type, or a strategy that this world cannot run."""
     check_kind(strategy, Strategy)
     check_kind(world, World)
-    if world.kind not in strategy.supported_worlds():
-        lives = ", or of ".join(map(catalog.worlds_for, strategy.supported_worlds()))
+    if world.kind not in strategy.traits.kinds:
+        lives = ", or of ".join(map(catalog.worlds_for, strategy.traits.kinds))
         raise ValueError(
             f"{type(strategy).__name__} does not run in {type(world).__name__}; it needs a world "
             f"of {lives}"
@@ -751,17 +755,20 @@ def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
 
     Also for a device that does not have the numbers of the model, or that cannot offload.
     """
-    used = {torch.device(name).type for name in strategy.computes_on or world.computes_on}
+    used = {
+        torch.device(name).type for name in strategy.run_traits.computes_on or world.computes_on
+    }
     if used - {"cpu"}:
-        check_device_offload(strategy.offloaded)
+        check_device_offload(strategy.run_traits.offloaded)
     tensors = [*model.parameters(), *model.buffers()]
     check_device_dtypes(used, {tensor.dtype for tensor in tensors})
-    if world.conditions is not None and world.conditions.device is not None:
+    conditions = conditions_of(world)
+    if conditions is not None and conditions.device is not None:
         return  # the run moves the model
     there = sorted({str(tensor.device) for tensor in tensors} - {"cpu", "meta"})
     if not there:
         return
-    if world.kind == "clients" and not world.serves and strategy.follows_model:
+    if world.kind == "clients" and not world.serves and strategy.traits.follows_model:
         if any(str(tensor.device) != there[0] for tensor in tensors):
             raise ValueError(
                 f"the task's model function returns a model on {' and '.join(there)}: move the "
@@ -784,12 +791,9 @@ def _checked_model(
     """Return the strategy's test of the model. Raises ValueError if it cannot train the model."""
     proof = None
     if check:
-        proof = strategy.prove(task, model, world.workers)
+        proof = strategy.prove(task, model, world)
     else:
-        strategy.check_model(task, model, world.workers)
-    # Only worlds of clients have conditions.
-    if world.conditions is not None:
-        strategy.check_under(task, model, world.conditions)
+        strategy.check_model(task, model, world)
     return () if proof is None else (proof,)
 
 
@@ -817,7 +821,8 @@ def _label(strategy: Strategy, world: World) -> str:
     """Return the default label: the strategy, its workers, and conditions that are not ideal."""
     name = strategy.label_in(world.kind)
     workers = world.workers or 1
-    told = world.conditions.told() if world.conditions is not None else []
+    conditions = conditions_of(world)
+    told = conditions.told() if conditions is not None else []
     label = ", ".join([f"{name} ×{workers}" if workers > 1 else name, *told])
     # Whole numbers lose their ".0": 5.0 becomes 5.
     return re.sub(r"(?<=\d)\.0(?!\d)", "", label)

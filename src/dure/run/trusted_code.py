@@ -33,8 +33,9 @@ from typing import Any
 import msgspec
 
 from dure import references
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
+from dure.contracts.world import World
 from dure.errors import RunFolderError
 from dure.machine import state
 from dure.record.settings import without_sums

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dure.contracts.strategy import Learner, RankContext
+from dure.contracts.learner import Learner
+from dure.contracts.world import RankContext
 from dure.machine.devices import device_of, hardware_name, is_cpu
 from dure.machine.peak_flops import peak_flops_of
 from dure.record.meter import Counters
@@ -26,7 +27,7 @@ from dure.run.job import Job
 
 def accelerators_of(job: Job, context: RankContext) -> list[torch.device]:
     """Return the accelerators on which this process computes."""
-    named = [device_of(name) for name in job.strategy.computes_on]
+    named = [device_of(name) for name in job.strategy.run_traits.computes_on]
     found = dict.fromkeys(named or context.devices)
     return [device for device in found if not is_cpu(device)]
 
@@ -40,7 +41,7 @@ class Utilisation:
     def __init__(self, job: Job, context: RankContext, learner: Learner, flops: float) -> None:
         devices = accelerators_of(job, context)
         self._flops = flops
-        self._peak = _peak(job, devices) if _is_counted(context, learner, flops, devices) else None
+        self._peak = _peak(job, devices) if _is_counted(job, context, flops, devices) else None
         self._most = 0
 
     def step(self, counters: Counters, samples: int, seconds: float) -> None:
@@ -54,10 +55,10 @@ class Utilisation:
 
 
 def _is_counted(
-    context: RankContext, learner: Learner, flops: float, devices: Sequence[torch.device]
+    job: Job, context: RankContext, flops: float, devices: Sequence[torch.device]
 ) -> bool:
-    """Return whether steps of this learner are steps of the optimizer on one accelerator."""
-    steps = learner.unit == "step" and context.kind == "ranks"
+    """Return whether steps of this job are steps of the optimizer on one accelerator."""
+    steps = job.strategy.traits.unit == "step" and context.kind == "ranks"
     return steps and len(devices) == 1 and math.isfinite(flops)
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
+from dure.contracts.world import World
 from dure.data.rank_examples import RankDataFactory, RankExamples
 from dure.data.validation_split import OWN, split_validation
 
@@ -27,7 +28,7 @@ def check_validation(task: Task, strategy: Strategy, world: World) -> None:
     """Raise ValueError if this strategy or world cannot measure or split off the validation set."""
     if task.validation is None:
         return
-    if world.serves and strategy.trains_at_server:
+    if world.serves and strategy.traits.trains_at_server:
         raise ValueError(
             f"{strategy.name} over a network is evaluated on the clients' own data and cannot use "
             "a validation set: leave validation out"

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import Learner, StepResult
+from dure.contracts.learner import Learner, StepResult
 from dure.record.disk_tensors import DiskTensors
 from dure.record.meter import Meter
 
@@ -53,7 +53,6 @@ class AveragedLearner(Learner):
         """Number of units (steps or rounds) in the average."""
         # Constants of the wrapped learner. `units_per_epoch` and `examples` may change in a run:
         # they are properties.
-        self.unit = learner.unit
         self.where = learner.where
         self.rank_state_differs = learner.rank_state_differs
         self.proofs = learner.proofs

@@ -29,11 +29,13 @@ LABELS_APART = (
 )
 
 
-def check_conditions(conditions: Conditions, without: Collection[str]) -> None:
-    """Raise ValueError for conditions that a simulation of split learning does not support.
+def check_conditions(conditions: Conditions | None, without: Collection[str]) -> None:
+    """Raise ValueError for conditions of clients that split learning does not support.
 
     without: names of these conditions, from the strategy.
     """
+    if conditions is None:
+        return
     ideal = Conditions()
     unknown = sorted(without)
     # Clients of split learning always compute as with the engine "loop".

@@ -19,7 +19,8 @@ from typing import Any
 from torch import nn
 
 from dure.collectives.compression import Compression
-from dure.contracts.strategy import Proof, examples_for, unused_copy
+from dure.contracts.fresh_model import examples_for, unused_copy
+from dure.contracts.learner import Proof
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.machine.devices import device_of_model, to_device

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.contracts.task import Task
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.rng import RandomStream

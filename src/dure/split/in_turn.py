@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dure.contracts.task import Task
+from dure.contracts.world import World
 from dure.split.client import Rules
 from dure.split.messages import Ended, Envelope, Pass, SideState, Smashed, client
 from dure.split.orders import Amounts, TurnOrder
@@ -141,8 +142,8 @@ class SplitLearning(Split):
     name: ClassVar[str] = "split"
     title: ClassVar[str] = "split"
 
-    def check(self, task: Task, workers: int | None) -> None:
-        super().check(task, workers)
+    def check(self, task: Task, world: World) -> None:
+        super().check(task, world)
         if self.handover not in ("peer", "server"):
             raise ValueError(f"handover is {self.handover!r}, but it has to be peer or server")
 

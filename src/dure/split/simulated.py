@@ -21,12 +21,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from dure.contracts.strategy import Learner, RankContext, StepResult, examples_for
+from dure.contracts.fresh_model import examples_for
+from dure.contracts.learner import Learner, StepResult
 from dure.contracts.task import Task
+from dure.contracts.world import RankContext
 from dure.data.client_part import divide
-from dure.fleet.conditions import Conditions
 from dure.fleet.devices import BYTES_PER_MBIT
 from dure.fleet.virtual_network import Envelope, Node, NodeLink, VirtualNetwork, nbytes
+from dure.protocol.server_context import conditions_in
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
 from dure.split import personalised
@@ -62,7 +64,6 @@ from dure.tensors.buffers import (
 class SimulatedSplitLearner(Learner):
     """The server and all clients of a run, in one process."""
 
-    unit = "round"
     where = "server"
 
     def __init__(self, task: Task, context: RankContext, seed: int, plan: SplitPlan) -> None:
@@ -72,7 +73,7 @@ class SimulatedSplitLearner(Learner):
         self.plan = plan
         self.seed = seed
         self.group = context.group
-        self.conditions = context.conditions or Conditions()
+        self.conditions = conditions_in(context)
         doubles = needs_doubles(plan.defence, averages=plan.rules.forgets)
         self.model = model_on(context.model(task, seed), self.device, doubles)
         self.train, self.test = examples_for(task)

@@ -24,6 +24,7 @@ from typing import ClassVar
 import torch
 
 from dure.contracts.task import Task
+from dure.contracts.world import World
 from dure.randomness.seeds import generator
 from dure.split.average import mean
 from dure.split.client import Rules
@@ -191,8 +192,8 @@ class SplitFed(Split):
     def title(self) -> str:  # type: ignore[override]
         return f"SplitFed v{self.version}"
 
-    def check(self, task: Task, workers: int | None) -> None:
-        super().check(task, workers)
+    def check(self, task: Task, world: World) -> None:
+        super().check(task, world)
         if self.version not in (1, 2):
             raise ValueError(f"version is {self.version}, but it has to be 1 or 2")
 

@@ -25,25 +25,19 @@ from torch import nn
 
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
+from dure.contracts.fresh_model import examples_for, unused_copy
+from dure.contracts.learner import Learner, Proof
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import (
-    Kind,
-    Learner,
-    Proof,
-    RankContext,
-    Strategy,
-    World,
-    examples_for,
-    unused_copy,
-)
+from dure.contracts.strategy import Feature, RunTraits, Strategy, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import Part
+from dure.contracts.world import Kind, RankContext, World
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Partition, PartitionDescription, describe
 from dure.errors import warn
-from dure.fleet.conditions import Conditions
+from dure.fleet.client_world import conditions_of
 from dure.parallel.pipeline.cut import CutModel
+from dure.protocol.server_context import channels_in
 from dure.settings import parse_fields
 from dure.split import personalised
 from dure.split.client import Rules
@@ -69,12 +63,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-CANNOT: Mapping[Part, str] = {
+CANNOT: Mapping[Feature, str] = {
     "clip_norm": "the norm needs the whole gradient, but each side of the cut has only its part",
     "precision": "values and gradients at the cut have the precision of the weights",
     "ema": "no side has the whole model to average",
     "compile": "no side calls the whole model, which would be compiled",
     "adapter": "a cut divides the layers of the model by their names, which adapters change",
+    "own_loss": LABELS_APART,
 }
 """Parts of a task that a divided model does not support, with the reasons."""
 
@@ -114,12 +109,14 @@ class Split(Strategy):
     personal_heads: bool = False
     held_out: float = 0.0
 
-    kind: ClassVar[Kind] = "clients"
-    unit: ClassVar[str] = "round"
-    trains_with: ClassVar[frozenset[Part]] = frozenset({"unfreeze"})
-    trains_parts: ClassVar[bool] = True
-    trains_at_server: ClassVar[bool] = True
-    without: ClassVar[frozenset[str]] = WITHOUT - {"availability", "drop_out"}
+    traits: ClassVar[Traits] = Traits(
+        kind="clients",
+        unit="round",
+        trains_with=frozenset({"unfreeze"}),
+        without=WITHOUT - {"availability", "drop_out"},
+        trains_parts=True,
+        trains_at_server=True,
+    )
     joins: ClassVar[bool] = False
     """Whether the server concatenates batches of several clients."""
 
@@ -145,8 +142,8 @@ class Split(Strategy):
         return self if names is None else replace(self, clients=len(names))
 
     @property
-    def protects(self) -> bool:
-        return not isinstance(self.defence, NoDefence)
+    def run_traits(self) -> RunTraits:
+        return RunTraits(protects=not isinstance(self.defence, NoDefence))
 
     @property
     def count(self) -> int:
@@ -214,19 +211,23 @@ class Split(Strategy):
             held_out=self.held_out,
         )
 
-    def cannot(self, part: Part, kind: Kind) -> str | None:
-        return CANNOT.get(part)
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
+        return CANNOT.get(feature)
 
-    def cannot_own_loss(self, kind: Kind) -> str | None:
-        return LABELS_APART
-
-    def check(self, task: Task, workers: int | None) -> None:
+    def check(self, task: Task, world: World) -> None:
         if isinstance(task, PARTS) and task.unfreeze is not None:
             raise ValueError(
                 "unfreeze names parameters of a whole model, but the task has two files: freeze "
                 "them there (requires_grad_(False)), or leave it out"
             )
         self.of(task)._check(task)
+        for name in ("personal_heads", "held_out", "measure_leaks"):
+            if world.serves and getattr(self, name):
+                raise ValueError(
+                    f"{name} is for simulations, where all heads and labels are available: leave "
+                    "it out over a network"
+                )
+        check_conditions(conditions_of(world), self.traits.without)
 
     def _check(self, task: Task) -> None:
         check_at(self.cut)
@@ -247,16 +248,7 @@ class Split(Strategy):
             self.defence.check(task.train, self.labels_stay)
         check_compression(self.compression)
 
-    def check_in(self, world: World) -> None:
-        """Raise ValueError for settings that require a simulation."""
-        for name in ("personal_heads", "held_out", "measure_leaks"):
-            if world.serves and getattr(self, name):
-                raise ValueError(
-                    f"{name} is for simulations, where all heads and labels are available: leave "
-                    "it out over a network"
-                )
-
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
         """Divide a copy of the model. Raises ValueError if the model cannot be divided."""
         one = self.of(task)
         if isinstance(task, PARTS):
@@ -305,7 +297,7 @@ class Split(Strategy):
             CompressedCutModel(cut, self.compression)
         return cut
 
-    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+    def prove(self, task: Task, model: nn.Module, world: World) -> Proof | None:
         """Compare the parts with the undivided model on one batch."""
         one = self.of(task)
         if isinstance(task, PARTS):
@@ -322,14 +314,10 @@ class Split(Strategy):
         own = max(1, len(task.train) // self.count)
         return own if self.batch_size is None else min(self.batch_size, own)
 
-    def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
-        """Raise ValueError for conditions that clients of split learning do not support."""
-        check_conditions(conditions, self.without)
-
-    def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
+    def measures(self, task: Task, model: nn.Module, world: World) -> list[str]:
         """Return the names of the metrics: on the test data, and on clients' held-out data."""
         own = personalised.names(task) if self.held_out else []
-        return super().measures(task, model, conditions) + own
+        return super().measures(task, model, world) + own
 
     def division(self, task: Task, seed: int) -> PartitionDescription | None:
         train = task.train
@@ -338,9 +326,10 @@ class Split(Strategy):
 
     def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
         one = self.of(task)
-        if context.channels is not None:
+        channels = channels_in(context)
+        if channels is not None:
             # Imported here because the network needs libraries that a simulation does not.
             from dure.split.network.served import ServedSplitLearner
 
-            return ServedSplitLearner(task, context, seed, one.plan, context.channels)
+            return ServedSplitLearner(task, context, seed, one.plan, channels)
         return SimulatedSplitLearner(task, context, seed, one.plan)

@@ -31,14 +31,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy, World, examples_for
+from dure.contracts.fresh_model import examples_for
+from dure.contracts.learner import Learner, Proof
+from dure.contracts.strategy import Feature, RunTraits, Strategy, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import Part
+from dure.contracts.world import Kind, RankContext, World
 from dure.data.batches import check_batch_size
 from dure.data.examples import reader_on
-from dure.fleet.conditions import Conditions
+from dure.fleet.client_world import conditions_of
 from dure.machine.devices import device_of_model
 from dure.parallel.optimizer_sharding import check_element_wise, check_parameter_wise
+from dure.protocol.server_context import channels_in
 from dure.settings import parse_fields
 from dure.split.alignment import check_library, id_texts
 from dure.split.conditions import LABELS_APART, WITHOUT, check_conditions
@@ -90,10 +93,12 @@ class VerticalSplit(Strategy):
     measure_leaks: bool = False
 
     name: ClassVar[str] = "vertical-split"
-    kind: ClassVar[Kind] = "clients"
-    unit: ClassVar[str] = "step"
-    trains_at_server: ClassVar[bool] = True
-    without: ClassVar[frozenset[str]] = WITHOUT
+    traits: ClassVar[Traits] = Traits(
+        kind="clients",
+        unit="step",
+        without=WITHOUT,
+        trains_at_server=True,
+    )
 
     def __post_init__(self) -> None:
         # object.__setattr__ because the dataclass is frozen.
@@ -101,8 +106,8 @@ class VerticalSplit(Strategy):
         parse_fields(self, {"defence": parse_defence})
 
     @property
-    def protects(self) -> bool:
-        return not isinstance(self.defence, NoDefence)
+    def run_traits(self) -> RunTraits:
+        return RunTraits(protects=not isinstance(self.defence, NoDefence))
 
     @property
     def label(self) -> str:
@@ -124,13 +129,12 @@ class VerticalSplit(Strategy):
             measure_leaks=self.measure_leaks,
         )
 
-    def cannot(self, part: Part, kind: Kind) -> str | None:
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
+        if feature == "own_loss":
+            return LABELS_APART
         return "each party has only a part of the model, with its gradient and optimizer"
 
-    def cannot_own_loss(self, kind: Kind) -> str | None:
-        return LABELS_APART
-
-    def check(self, task: Task, workers: int | None) -> None:
+    def check(self, task: Task, world: World) -> None:
         if not len(task.train):
             raise ValueError(
                 "the label holder needs training data: give Task(train=...), where columns of "
@@ -150,16 +154,14 @@ class VerticalSplit(Strategy):
             id_texts(ids_of(task.train, self.id_column))
         # The holder of the labels computes the loss, so labels are never sent.
         self.defence.check(task.train, labels_stay=True)
-
-    def check_in(self, world: World) -> None:
-        """Raise ValueError for settings that require a simulation."""
         if world.serves and self.measure_leaks:
             raise ValueError(
                 "measure_leaks is for simulations, where all columns and labels are available: "
                 "leave it out over a network"
             )
+        check_conditions(conditions_of(world), self.traits.without)
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
         """Raise ValueError for a model or an optimizer that cannot be divided."""
         division, activations = self._divided(task, model)
         if self.label_party is not None and not 0 <= self.label_party < len(division.heads):
@@ -198,21 +200,18 @@ class VerticalSplit(Strategy):
         division = divide(model, inputs, self.plan.features, self.parties)
         return division, activations_of(division, inputs)
 
-    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+    def prove(self, task: Task, model: nn.Module, world: World) -> Proof | None:
         """Compare the parts with the undivided model on one batch."""
-        self.check_model(task, model, workers)
+        self.check_model(task, model, world)
         return prove(task, model, self.plan.features, self.parties, _PROOF_EXAMPLES)
 
-    def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
-        """Raise ValueError for conditions that parties do not support."""
-        check_conditions(conditions, self.without)
-
     def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
-        if context.channels is not None:
+        channels = channels_in(context)
+        if channels is not None:
             # Imported here because the network needs libraries that a simulation does not.
             from dure.split.network.parties_served import ServedVerticalLearner
 
-            return ServedVerticalLearner(task, context, seed, self.plan, context.channels)
+            return ServedVerticalLearner(task, context, seed, self.plan, channels)
         return SimulatedVerticalLearner(task, context, seed, self.plan)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
-from dure.contracts.strategy import examples_for
+from dure.contracts.fresh_model import examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.rank_examples import RankExamples

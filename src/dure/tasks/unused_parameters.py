@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import examples_for, unused_copy
+from dure.contracts.fresh_model import examples_for, unused_copy
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.machine.devices import device_of_model, to_device

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import Kind, RankContext
+from dure.contracts.world import Kind, RankContext
 from dure.machine.cores import threads_under_quota
 from dure.machine.threads import threads
 from dure.record.meter import Meter

@@ -25,9 +25,10 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from dure.contracts.strategy import Kind, RankContext, World
+from dure.contracts.world import RankContext
 from dure.errors import TooFewClientsError
 from dure.fleet.budget import TransferBudget
+from dure.fleet.client_world import ClientWorld
 from dure.fleet.conditions import Conditions
 from dure.fleet.server_link import ServerLink
 from dure.machine.devices import CPU, as_current, device_of
@@ -54,6 +55,7 @@ from dure.protocol.messages import (
     UpdateOutcomes,
     nbytes,
 )
+from dure.protocol.server_context import ServerContext
 from dure.randomness.seeds import derive
 from dure.worlds.in_process import run_in_process
 from dure.worlds.launcher_environment import refuse_under_torchrun
@@ -76,11 +78,10 @@ MOST_TRIPS = 10_000
 
 
 @dataclass(frozen=True)
-class Simulated(Conditions, World):
+class Simulated(Conditions, ClientWorld):
     """Simulated clients; the strategy sets their number."""
 
     name: ClassVar[str] = "simulated"
-    kind: ClassVar[Kind] = "clients"
 
     def __post_init__(self) -> None:
         refuse_under_torchrun("a simulated federation")
@@ -103,10 +104,10 @@ class Simulated(Conditions, World):
         device = CPU if self.device is None else device_of(self.device)
 
         def here(context: RankContext) -> Value:
-            context.conditions = self
+            server = ServerContext.of(context, self)
             # The program makes the clients, and gets a carrier to them.
-            context.carrier = lambda clients, seed: FederationSimulation(self, clients, seed)
-            return program(context)
+            server.carrier = lambda clients, seed: FederationSimulation(self, clients, seed)
+            return program(server)
 
         with as_current(device):
             return run_in_process(here, report, "server", self.kind, (device,), is_worker=False)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from dure.contracts.strategy import Kind, RankContext, World
+from dure.contracts.world import Kind, RankContext, World
 from dure.machine.cores import available_cores
 from dure.machine.devices import default_devices, device_of
 from dure.worlds.in_process import run_in_process

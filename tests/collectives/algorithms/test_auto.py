@@ -14,7 +14,7 @@ import dure
 from dure.collectives import all_reduce
 from dure.collectives.algorithms.auto import candidates, choose
 from dure.collectives.algorithms.table import ALL_REDUCES
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 TWO_HOSTS = [[0, 1, 2, 3], [4, 5, 6, 7]]
 KiB = 1024

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dure.collectives import Group, all_reduce
 from dure.collectives.algorithms import hierarchical
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 Sent = Counter[int]
 

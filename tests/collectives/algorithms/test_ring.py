@@ -7,7 +7,7 @@ from on_ranks import on_ranks
 from torch import Tensor
 
 from dure.collectives.algorithms import ring
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 
 def test_the_passes_of_the_ring_stand_alone() -> None:

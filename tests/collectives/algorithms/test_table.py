@@ -16,7 +16,7 @@ from dure.collectives.algorithms.auto import candidates
 from dure.collectives.algorithms.table import ALL_REDUCES, PREDICTABLE
 from dure.collectives.all_reduce import ALGORITHMS
 from dure.collectives.operation import SUM, Reduction
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 
 def test_every_file_that_declares_an_all_reduce_is_listed_under_its_name() -> None:

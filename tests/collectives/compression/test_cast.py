@@ -9,7 +9,7 @@ from small_buckets import numbers, sent
 from torch import Tensor
 
 from dure.collectives.compression import Cast
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 UNITS = {"bfloat16": 2**-8, "float16": 2**-11}
 

@@ -29,7 +29,7 @@ from dure.collectives.compression import (
     parse,
 )
 from dure.collectives.compression.gathered import carrier
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.run.registry import _plain, _typed
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from dure.collectives import Group
 from dure.collectives.compression import PowerSGD
 from dure.collectives.compression.power_sgd import PowerSGDCompressor, orthonormal
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 
 def low_rank(n: int, m: int, rank: int, *position: int) -> Tensor:

@@ -31,7 +31,7 @@ import torch.distributed.tensor
 from torch import Tensor
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import DureError
 
 Backend = Literal["gloo", "c", "torch"]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from harness import DURE, Backend, make_group, need, raises, same
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import PeerLostError
 from dure.worlds.processes.fork_server import server
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import DureError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.worlds.processes.fork_server import server
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness import need, same
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from process_tree import descendants
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

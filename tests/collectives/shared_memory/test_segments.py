@@ -20,7 +20,7 @@ from thread_ranks import Core, groups, on_both_cores, on_every
 
 import dure
 from dure.collectives.shared_memory import Options, empty_shared
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import DureError
 
 for module in (sys.modules[__name__], thread_ranks):

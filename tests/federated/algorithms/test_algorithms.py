@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import RankContext, seeded_model
+from dure.contracts.fresh_model import seeded_model
+from dure.contracts.world import RankContext
 from dure.errors import WorkerFailedError
 from dure.federated.algorithm import AlgorithmInputs
 from dure.federated.algorithms.fed_async import staleness_weight

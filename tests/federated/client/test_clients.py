@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.federated.algorithm import AlgorithmInputs
 from dure.federated.builders import build_clients
 from dure.protocol.messages import Assignment, Failure, Update, nbytes

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import dure
+from dure.contracts.fresh_model import seeded_model
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import seeded_model
 from dure.federated.algorithms.scaffold import ControlVariates
 from dure.privacy.accountant import Releases, epsilon
 from dure.privacy.ledger import FILE

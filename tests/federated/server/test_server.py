@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import RunFolderError
 from dure.federated.server.server import FederatedServer
 from small import small_task

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.federated.algorithm import Algorithm, AlgorithmInputs
 from dure.federated.strategy import Federated
 from dure.protocol.messages import Update

@@ -32,7 +32,7 @@ from dure.collectives import Group
 from dure.collectives.all_reduce import ALGORITHMS
 from dure.collectives.compression import PowerSGD, TopK
 from dure.collectives.shared_memory.native import UNDER_WAY
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import PeerLostError
 from dure.parallel import DistributedDataParallel
 

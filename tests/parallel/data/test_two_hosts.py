@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import dure
 import two_hosts as emulation
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.parallel import DistributedDataParallel, ZeroRedundancy
 from two_hosts import ADDRESSES, TwoHosts
 

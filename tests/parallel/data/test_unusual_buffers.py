@@ -45,7 +45,7 @@ class Scaled(nn.Module):
 
 
 def run(strategy: Any, world: Any, late: bool, anew: bool) -> dure.Run:
-    stop = dure.Stop(steps=4) if strategy.unit == "step" else dure.Stop(rounds=3)
+    stop = dure.Stop(steps=4) if strategy.traits.unit == "step" else dure.Stop(rounds=3)
     return dure.train(small_task(model=partial(Scaled, late, anew)), strategy, world, stop)
 
 
@@ -83,7 +83,7 @@ def test_a_run_whose_state_dict_has_grown_is_loaded_and_gone_on_with(
     strategy: Any, world: Any, tmp_path: Path
 ) -> None:
     task = small_task(model=partial(Scaled, True, True, persistent=True))
-    unit = "steps" if strategy.unit == "step" else "rounds"
+    unit = "steps" if strategy.traits.unit == "step" else "rounds"
     whole = dure.train(task, strategy, world, dure.Stop(**{unit: 4}))
     dure.train(task, strategy, world, dure.Stop(**{unit: 2}), out=tmp_path / "run")
     assert same_bits(dure.resume(tmp_path / "run", task=task, stop=dure.Stop(**{unit: 4})), whole)

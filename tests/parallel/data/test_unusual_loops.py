@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import DureError
 from dure.parallel.optimizer_sharding import check_element_wise, check_parameter_wise
 from dure.parallel.zero import ZeroRedundancy, checkpoint, read_whole

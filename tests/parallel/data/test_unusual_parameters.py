@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.compression import TopK
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.parallel import DistributedDataParallel
 from small import CLASSES, FEATURES, largest_difference, small_task
 

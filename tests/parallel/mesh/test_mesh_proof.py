@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import PlanError
 from dure.parallel.mesh import proof
 from dure.parallel.mesh.mesh import Mesh

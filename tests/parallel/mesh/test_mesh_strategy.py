@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline import rng
@@ -419,6 +419,6 @@ def test_what_is_cut_by_a_clock_is_not_said_to_repeat_itself(balance: str) -> No
         dure.Pipeline(balance=balance),  # type: ignore[arg-type]
         dure.Parallel(dure.Mesh(pipeline=2), balance=balance),  # type: ignore[arg-type]
     ):
-        assert strategy.deterministic is (balance != "measured")
-    assert not dure.Hogwild().deterministic
-    assert dure.FedAvg().deterministic
+        assert strategy.run_traits.deterministic is (balance != "measured")
+    assert not dure.Hogwild().run_traits.deterministic
+    assert dure.FedAvg().run_traits.deterministic

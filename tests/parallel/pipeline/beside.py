@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import RankContext, examples_for, seeded_model
+from dure.contracts.fresh_model import examples_for, seeded_model
+from dure.contracts.world import RankContext
 from dure.data.batches import Batches
 from dure.parallel.mesh import strategy as combined
 from dure.parallel.mesh.mesh import Mesh

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel
 from dure.parallel.pipeline.cut import CutModel

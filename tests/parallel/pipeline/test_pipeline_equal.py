@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.data.batches import Batches
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner

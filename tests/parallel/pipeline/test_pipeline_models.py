@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 
 ADAM = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 import dure
-from dure.contracts.strategy import Proof
+from dure.contracts.learner import Proof
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.pipeline import Pipeline
 from dure.parallel.mesh.strategy import Parallel
@@ -241,7 +241,7 @@ REFUSED: dict[Callable[[Any, Tensor], Any], str] = {
 def proven(strategy: Any, task: dure.Task, workers: int) -> Proof | None:
     """What a strategy has to say of the task's model, which is found fit before."""
     check_all(strategy, task, workers)
-    said: Proof | None = strategy.prove(task, task.model(), workers)
+    said: Proof | None = strategy.prove(task, task.model(), dure.Processes(workers))
     return said
 
 
@@ -378,19 +378,22 @@ def test_every_way_through_the_stages_is_proven(strategy: Any, made: Any, worker
     task = small_task(n=48, model=made)
     model = made()
     before = torch.get_rng_state()
-    assert strategy.prove(task, model, workers) is not None
+    assert strategy.prove(task, model, dure.Processes(workers)) is not None
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_model_in_one_stage_that_is_not_traced_has_nothing_to_prove() -> None:
-    assert Parallel(Mesh(2), 8, zero=3).prove(small_task(), small_task().model(), 2) is None
+    assert (
+        Parallel(Mesh(2), 8, zero=3).prove(small_task(), small_task().model(), dure.Processes(2))
+        is None
+    )
 
 
 def test_the_model_that_will_be_trained_stays_as_it_is() -> None:
     task = small_task(model=lambda: Keeping(kept))
     model = task.model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    Pipeline(8, 2).prove(task, model, 2)
+    Pipeline(8, 2).prove(task, model, dure.Processes(2))
     assert model.memory is None
     assert "hidden" not in model.table
     assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())

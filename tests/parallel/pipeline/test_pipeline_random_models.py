@@ -12,7 +12,7 @@ from beside import CLOSE, Path, alone, distance, on_ranks, pipeline, task_of, wa
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.parallel.pipeline.cut import CutModel
 
 WIDTH = 4

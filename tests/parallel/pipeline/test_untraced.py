@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.parallel.mesh.pipeline import Pipeline
 from dure.parallel.pipeline.opaque_modules import is_untraced
 from dure.parallel.pipeline.trace import ModelTrace
@@ -163,7 +163,7 @@ def blocks_of(model: nn.Module) -> list[str]:
 def prove(task: dure.Task, **options: Any) -> None:
     strategy = Pipeline(8, **{"microbatches": 2, **options})
     check_all(strategy, task, 2)
-    assert strategy.prove(task, task.model(), 2) is not None
+    assert strategy.prove(task, task.model(), dure.Processes(2)) is not None
 
 
 @pytest.mark.parametrize("step", [routes, doubles, checkpoints, hooks, decides])

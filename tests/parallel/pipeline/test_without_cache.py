@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.parallel.pipeline.without_cache import without_cache
 
 

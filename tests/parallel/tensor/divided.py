@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.parallel.tensor import (
     DivisionPlan,
     gradient_norm,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.parallel.tensor import Column, Row, parallelize, prove_plan
 from dure.parallel.tensor.builtin_plans import plan_of
 from dure.parallel.tensor.chain_plans import MAKERS, chain_plan, chains_of, traced_chains

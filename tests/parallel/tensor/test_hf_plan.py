@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import PlanError
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import ParallelLearner

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.contracts.adapter import ADAPTER
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.parallel.tensor.chain_plans import chains_of, traced_chains
 from dure.parallel.tensor.dividing import check_plan
 from dure.parallel.tensor.plan import Column, Row

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.parallel.tensor import (
     Attributes,
     Column,

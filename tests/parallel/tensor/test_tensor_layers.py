@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.parallel.tensor import ColumnParallel, RowParallel, per_rank_draws
 from dure.parallel.tensor import functions as between
 from dure.parallel.tensor.division import Division, sharers

@@ -17,7 +17,7 @@ from loops import FEATURES, Batch, batches, distance, network, on_ranks, part
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import PeerLostError
 from dure.parallel.zero import ZeroRedundancy
 from dure.parallel.zero.partition_layout import memory

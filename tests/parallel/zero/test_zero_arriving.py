@@ -24,7 +24,7 @@ import dure
 from dure.collectives import group as hosts
 from dure.collectives.group import Group
 from dure.collectives.shared_memory import rendezvous
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import PeerLostError
 from dure.parallel.zero import ZeroRedundancy
 from dure.parallel.zero.partitioned_parameters import AbsentParameter
@@ -282,7 +282,7 @@ def test_what_cannot_be_overlapped_is_refused(how: Any, options: Any, reason: st
     if options:
         with pytest.raises(ValueError, match=reason):
             dure.ZeRO(**{"stage": 2, **options, "overlap_gather": True}).check(
-                dure.load_task("digits"), 2
+                dure.load_task("digits"), dure.Processes(2)
             )
 
 

@@ -11,7 +11,7 @@ from loops import FEATURES, batches, distance, network, on_ranks, part
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.parallel.zero import ZeroRedundancy
 
 STAGES = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "in_place": False, "prefetch": 1}]

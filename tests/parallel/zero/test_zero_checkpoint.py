@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import RunFolderError
 from dure.parallel.zero import ZeroRedundancy, read_whole
 from dure.parallel.zero.gather_order import GatherAction

@@ -12,7 +12,7 @@ from loops import on_ranks
 from torch import Tensor, nn
 
 from dure.collectives import tensor_transfer
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.machine.memory import trim_heap
 from dure.memory.spill_store import SpillStore
 from dure.parallel.zero import ZeroRedundancy

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.parallel.zero import ZeroRedundancy
 from dure.worlds.backend import Backend
 

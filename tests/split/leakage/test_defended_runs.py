@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.data.client_part import divide
 from dure.data.conversion import as_examples
 from dure.data.examples import Examples
@@ -212,7 +212,9 @@ def test_what_a_defence_cannot_guard_is_refused_before_any_work(
     task: dure.Task, cut: tuple[str, ...], defence: str, why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
-        SplitLearning(cut=cut, clients=2, batch_size=8, defence=defence).check(task, None)
+        SplitLearning(cut=cut, clients=2, batch_size=8, defence=defence).check(
+            task, dure.Simulated()
+        )
 
 
 def test_a_run_says_who_could_learn_what() -> None:

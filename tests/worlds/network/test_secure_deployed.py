@@ -14,7 +14,7 @@ import torch
 from deployed import Deployment, Plan, deployed
 
 import dure
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.federated.privacy.user_level import estimator
 from dure.randomness import keystream
 from dure.randomness.secret import Secret

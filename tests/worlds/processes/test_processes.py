@@ -19,7 +19,7 @@ import torch
 
 import dure
 from dure.collectives import all_reduce
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import DureError, LossNotFiniteError, PeerLostError, WorkerFailedError
 from dure.worlds.processes import world
 from dure.worlds.processes.fork_server import ForkServer, server

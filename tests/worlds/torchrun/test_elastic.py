@@ -20,7 +20,8 @@ from torch.distributed import TCPStore
 
 import dure
 from dure.cli.main import main
-from dure.contracts.strategy import RankContext, Strategy
+from dure.contracts.strategy import Strategy
+from dure.contracts.world import RankContext
 from dure.errors import RunFolderError
 from dure.record.run import RunFolder
 from dure.run.drive import drive

@@ -22,9 +22,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Kind
+from dure.contracts.strategy import Feature
 from dure.contracts.task import Task
-from dure.contracts.training_options import Part
+from dure.contracts.world import Kind, World
 from dure.federated.algorithm import Algorithm, AlgorithmInputs, ClientMemory, PersonalisedModel
 from dure.federated.engines.job import ClientJob, JobResult
 from dure.federated.server.update_validation import same_shapes
@@ -48,13 +48,13 @@ class FedPer(Federated):
     name: ClassVar[str] = "fed-per"
     title: ClassVar[str] = "FedPer"
 
-    def cannot(self, part: Part, kind: Kind) -> str | None:
-        if part == "ema":
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
+        if feature == "ema":
             return DIVIDED_MODEL_WITHOUT_EMA
-        return super().cannot(part, kind)
+        return super().cannot(feature, kind)
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        super().check_model(task, model, workers)
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
+        super().check_model(task, model, world)
         # Frozen layers are shared, so that every trained layer above them may be personalised.
         layers = sum(1 for module in model.modules() if list(module.parameters(recurse=False)))
         trained = len(_layers(model))

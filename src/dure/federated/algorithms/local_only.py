@@ -17,6 +17,7 @@ Source: T. Yu, E. Bagdasaryan, V. Shmatikov, "Salvaging Federated Learning by Lo
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,16 +26,16 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Kind
+from dure.contracts.strategy import Feature, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import Part
+from dure.contracts.world import Kind, World
 from dure.federated.aggregate import Mean
 from dure.federated.algorithm import Algorithm, AlgorithmInputs, ClientMemory, PersonalisedModel
 from dure.federated.engines.job import ClientJob, JobResult
 from dure.federated.privacy.privacy_settings import NOTHING
 from dure.federated.server.update_validation import same_shapes
 from dure.federated.strategy import DIVIDED_MODEL_WITHOUT_EMA, Federated
-from dure.fleet.conditions import Conditions
+from dure.fleet.client_world import conditions_of
 from dure.protocol.messages import Assignment
 
 
@@ -46,10 +47,12 @@ class LocalOnly(Federated):
 
     name: ClassVar[str] = "local-only"
     title: ClassVar[str] = "Local only"
-    mean_of: ClassVar[str] = "models that never met"
+    traits: ClassVar[Traits] = dataclasses.replace(
+        Federated.traits, mean_of="models that never met"
+    )
 
-    def cannot(self, part: Part, kind: Kind) -> str | None:
-        return DIVIDED_MODEL_WITHOUT_EMA if part == "ema" else super().cannot(part, kind)
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
+        return DIVIDED_MODEL_WITHOUT_EMA if feature == "ema" else super().cannot(feature, kind)
 
     def check_task(self, task: Task) -> None:
         if self.aggregate != Mean():
@@ -63,8 +66,8 @@ class LocalOnly(Federated):
                 f"({self.privacy}) out"
             )
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        super().check_model(task, model, workers)
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
+        super().check_model(task, model, world)
         # The server would average a round's buffers, and this system sends nothing.
         buffer = next((name for name, _ in model.named_buffers()), None)
         if buffer is not None:
@@ -72,10 +75,8 @@ class LocalOnly(Federated):
                 f"{self.name} sends nothing, but buffers, such as {buffer}, are averaged over "
                 "clients: use a model without buffers, or ditto with lam=0"
             )
-
-    def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
-        super().check_under(task, model, conditions)
-        if conditions.attackers and not conditions.attack.poisons:
+        conditions = conditions_of(world)
+        if conditions and conditions.attackers and not conditions.attack.poisons:
             raise ValueError(
                 f"clients of {self.name} send nothing that {conditions.attack} could change: "
                 "leave attack out, or use an attack on data, such as label-flip"

@@ -24,9 +24,9 @@ from typing import ClassVar, Literal, get_args
 
 from torch import nn
 
-from dure.contracts.strategy import Kind
+from dure.contracts.strategy import Feature
 from dure.contracts.task import Task
-from dure.contracts.training_options import Part
+from dure.contracts.world import Kind
 from dure.federated.algorithm import Algorithm, AlgorithmInputs
 from dure.federated.engines.engine_choice import EngineInputs
 from dure.federated.engines.job import ClientEngine
@@ -57,10 +57,10 @@ class PerFedAvg(Federated):
     title: ClassVar[str] = "Per-FedAvg"
     noises_steps: ClassVar[bool] = False
 
-    def cannot(self, part: Part, kind: Kind) -> str | None:
-        if part == "unfreeze":
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
+        if feature == "unfreeze":
             return "the step to an adapted model moves all that is trained"
-        return super().cannot(part, kind)
+        return super().cannot(feature, kind)
 
     def check_task(self, task: Task) -> None:
         if not 0 <= self.alpha < float("inf"):

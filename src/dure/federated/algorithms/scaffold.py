@@ -28,9 +28,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Kind
+from dure.contracts.strategy import Feature
 from dure.contracts.task import Task
-from dure.contracts.training_options import Part
+from dure.contracts.world import Kind, World
 from dure.federated.aggregate.mean import wide
 from dure.federated.algorithm import Algorithm, AlgorithmInputs, ClientMemory
 from dure.federated.engines.job import ClientJob, JobResult
@@ -60,13 +60,13 @@ class Scaffold(Federated):
     def optimizer(self) -> ServerOptimizer:
         return ServerOptimizer(lr=self.server_lr)
 
-    def cannot(self, part: Part, kind: Kind) -> str | None:
-        if part == "clip_norm":
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
+        if feature == "clip_norm":
             return "option II takes a client's gradient from its way, which clipping shortens"
-        return super().cannot(part, kind)
+        return super().cannot(feature, kind)
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        super().check_model(task, model, workers)
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
+        super().check_model(task, model, world)
         optimizer = optimizer_of(task, list(model.parameters()))
         groups = optimizer.param_groups
         extras = ("momentum", "weight_decay", "maximize")

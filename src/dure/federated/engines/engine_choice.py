@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from dure.contracts.strategy import examples_for, seeded_model, unused_copy
+from dure.contracts.fresh_model import examples_for, seeded_model, unused_copy
 from dure.contracts.task import Task
 from dure.contracts.trainer import ClientTrainers
 from dure.contracts.training_options import training_options_of

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from dure.contracts.strategy import unused_copy
+from dure.contracts.fresh_model import unused_copy
 from dure.contracts.task import Task
 from dure.federated.engines.job import ClientJob, Reference
 from dure.tasks.loss_shares import ComputedLoss, CountedLoss

@@ -31,7 +31,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import DureError, WorkerFailedError

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.contracts.learner import STOP, TRANSFER_BUDGET_SPENT, Learner, StepResult
 from dure.contracts.metric import ratio
-from dure.contracts.strategy import STOP, TRANSFER_BUDGET_SPENT, Learner, StepResult
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.keys import client_label
@@ -99,7 +99,6 @@ class FederatedServer(Learner):
         sample_clients: samples the clients of a round, if the pacing samples them independently.
     """
 
-    unit = "round"
     where = "server"
 
     def __init__(

@@ -37,7 +37,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -55,12 +55,14 @@ from dure.collectives.trailer import (
     summed_field,
     time_field,
 )
+from dure.contracts.learner import Learner, Proof, StepResult
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Kind, Learner, Proof, RankContext, StepResult, Strategy, World
+from dure.contracts.strategy import Feature, RunTraits, Strategy, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import ALL, Part
+from dure.contracts.training_options import ALL
+from dure.contracts.world import Kind, RankContext, World
 from dure.data.batches import check_joint_batch, largest_piece
-from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
+from dure.data.sampling import JOINT_SAMPLING
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import seconds_between
 from dure.memory.formula import WHOLE, MemoryShares
@@ -148,15 +150,15 @@ class DataParallel(Strategy):
     memory: str | None = None
 
     name: ClassVar[str] = "data-parallel"
-    kind: ClassVar[Kind] = "ranks"
-    additional_worlds: ClassVar[Mapping[Kind, str]] = {"threads": "data parallel in threads"}
-    unit: ClassVar[str] = "step"
-    own_data: ClassVar[bool] = True
-    trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
-    can_offload: ClassVar[tuple[str, ...]] = OFFLOADED
-    moves: ClassVar[frozenset[str]] = frozenset(
-        {"offload", "offload_folder", "recompute", "memory"}
+    traits: ClassVar[Traits] = Traits(
+        kind="ranks",
+        unit="step",
+        additional_worlds={"threads": "data parallel in threads"},
+        trains_with=ALL,
+        samples=JOINT_SAMPLING,
+        moves=frozenset({"offload", "offload_folder", "recompute", "memory"}),
+        can_offload=OFFLOADED,
+        own_data=True,
     )
 
     def __post_init__(self) -> None:
@@ -169,28 +171,22 @@ class DataParallel(Strategy):
         object.__setattr__(self, "recompute", as_recompute(self.recompute))
 
     @property
-    def protects(self) -> bool:
-        return self.privacy is not None
+    def run_traits(self) -> RunTraits:
+        return RunTraits(
+            deterministic=self.privacy is None or self.privacy.draws == "seed",
+            protects=self.privacy is not None,
+            uses_poisson_sampling=self.privacy is not None,
+            spares_memory=bool(self.offload),
+            offloaded=self.offload.parts,
+        )
 
     @property
     def label(self) -> str:
         way = self.compression if self.compression.compresses else self.all_reduce
         return example_level.label_with_privacy(self._wanted, f"data parallel {way}")
 
-    @property
-    def offloaded(self) -> Collection[str]:
-        return self.offload.parts
-
     def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
-
-    @property
-    def deterministic(self) -> bool:
-        return self.privacy is None or self.privacy.draws == "seed"
-
-    @property
-    def spares_memory(self) -> bool:
-        return bool(self.offload)
 
     def holds_parts(self, workers: int | None) -> bool:
         """Return whether parameters are offloaded, which then need no memory either."""
@@ -221,8 +217,8 @@ class DataParallel(Strategy):
             seed=derive(seed, "compression"),
         )
 
-    def check(self, task: Task, workers: int | None) -> None:
-        check_joint_batch(self.batch_size, len(task.train), workers)
+    def check(self, task: Task, world: World) -> None:
+        check_joint_batch(self.batch_size, len(task.train), world.workers)
         self.how()
         check_accumulate(self.accumulate)
         if task.precision == "fp16" and self.compression.remembers:
@@ -241,6 +237,23 @@ class DataParallel(Strategy):
             why="which keeps messages in memory, and dp-sgd computes gradients differently",
         )
         check_recompute(self.recompute, self.memory, self.name, self.privacy is not None)
+        # Settings at their defaults were not requested, and may stay unused.
+        default = DataParallel()
+        if world.kind == "threads" and self.privacy is not None:
+            raise ValueError(
+                "dp-sgd: in threads the master has only the loss of the whole batch, not "
+                "per-example gradients: use Processes"
+            )
+        of_ranks = (
+            *("all_reduce", "bucket_bytes", "overlap", "compression", "accumulate"),
+            *("offload", "recompute", "memory"),
+        )
+        for name in of_ranks:
+            if world.kind == "threads" and getattr(self, name) != getattr(default, name):
+                raise ValueError(
+                    f"in threads DataParallel cannot use {name}, because nothing is sent: use "
+                    "Processes"
+                )
 
     def _again(self, task: Task, workers: int | None) -> RecomputeRequest:
         part = largest_piece(self.batch_size, len(task.train), workers, self.accumulate)
@@ -261,60 +274,30 @@ class DataParallel(Strategy):
             )
         check_private(task)
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
         """Check that replicas can train the model. Raises ValueError otherwise."""
-        check_forward_keeps_weights(model, workers)
+        check_forward_keeps_weights(model, world.workers)
         if self.privacy is not None:
             check_layers(model)
         check_optimizer(self.offload, task, model)
-        check_pieces(task, model, self.batch_size, workers, self.accumulate)
+        check_pieces(task, model, self.batch_size, world.workers, self.accumulate)
 
-    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+    def prove(self, task: Task, model: nn.Module, world: World) -> Proof | None:
         """Try per-example clipping or recomputation on a few examples, if the strategy uses it."""
-        self.check_model(task, model, workers)
+        self.check_model(task, model, world)
         if self.privacy is not None:
             return example_level.proven(task, model)
-        return prove_recompute(self._again(task, workers), task, model)
+        return prove_recompute(self._again(task, world.workers), task, model)
 
-    def check_in(self, world: World) -> None:
-        """Check that a world of threads gets no settings about messages.
-
-        Raises ValueError otherwise.
-        """
-        # Settings at their defaults were not requested, and may stay unused.
-        default = DataParallel()
-        if world.kind == "threads" and self.privacy is not None:
-            raise ValueError(
-                "dp-sgd: in threads the master has only the loss of the whole batch, not "
-                "per-example gradients: use Processes"
-            )
-        of_ranks = (
-            *("all_reduce", "bucket_bytes", "overlap", "compression", "accumulate"),
-            *("offload", "recompute", "memory"),
-        )
-        for name in of_ranks:
-            if world.kind == "threads" and getattr(self, name) != getattr(default, name):
-                raise ValueError(
-                    f"in threads DataParallel cannot use {name}, because nothing is sent: use "
-                    "Processes"
-                )
-
-    @property
-    def uses_poisson_sampling(self) -> bool:
-        return self.privacy is not None
-
-    def cannot(self, part: Part, kind: Kind) -> str | None:
-        if part == "compile" and kind == "threads":
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
+        if feature == "compile" and kind == "threads":
             return COMPILES_ALONE
-        return super().cannot(part, kind)
-
-    def cannot_own_loss(self, kind: Kind) -> str | None:
-        if kind != "threads":
-            return None
-        return (
-            "in threads a master joins the workers' outputs example by example, but the model's "
-            "own loss is one number for all: use dure.Processes, or give a loss"
-        )
+        if feature == "own_loss" and kind == "threads":
+            return (
+                "in threads a master joins the workers' outputs example by example, but the "
+                "model's own loss is one number for all: use dure.Processes, or give a loss"
+            )
+        return super().cannot(feature, kind)
 
     def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
         if context.kind == "threads":

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from dure.contracts.strategy import examples_for, unused_copy
+from dure.contracts.fresh_model import examples_for, unused_copy
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import PlanError, described

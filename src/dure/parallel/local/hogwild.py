@@ -35,18 +35,13 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.contracts.fresh_model import unused_copy
+from dure.contracts.learner import Learner, StepResult
 from dure.contracts.lr_schedule import ScheduledRates
-from dure.contracts.strategy import (
-    Kind,
-    Learner,
-    RankContext,
-    StepResult,
-    Strategy,
-    World,
-    unused_copy,
-)
+from dure.contracts.strategy import Feature, RunTraits, Strategy, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import ALL, Part
+from dure.contracts.training_options import ALL
+from dure.contracts.world import Kind, RankContext, World
 from dure.data.batches import Batches, check_batch_size
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError, described, traceback_of
 from dure.machine.devices import to_cpu, to_device
@@ -89,41 +84,26 @@ class Hogwild(Strategy):
     accumulate: int = 1
 
     name: ClassVar[str] = "hogwild"
-    kind: ClassVar[Kind] = "threads"
-    additional_worlds: ClassVar[Mapping[Kind, str]] = {"ranks": "Hogwild in processes"}
-    unit: ClassVar[str] = "round"
-    trains_with: ClassVar[frozenset[Part]] = ALL
+    traits: ClassVar[Traits] = Traits(
+        kind="threads",
+        unit="round",
+        additional_worlds={"ranks": "Hogwild in processes"},
+        trains_with=ALL,
+    )
 
     @property
-    def deterministic(self) -> bool:
-        return False
+    def run_traits(self) -> RunTraits:
+        return RunTraits(deterministic=False)
 
     @property
     def label(self) -> str:
         return "Hogwild"
 
-    def check(self, task: Task, workers: int | None) -> None:
+    def check(self, task: Task, world: World) -> None:
         check_batch_size(self.batch_size)
         check_accumulate(self.accumulate)
         if self.period is not None and self.period < 1:
             raise ValueError(f"period is {self.period}, but it has to be 1 or more")
-
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Check that the model can train on batches of this size. Raises ValueError otherwise."""
-        check_pieces(task, model, self.batch_size, 1, self.accumulate)
-
-    def cannot(self, part: Part, kind: Kind) -> str | None:
-        if part == "compile" and kind == "threads":
-            return COMPILES_ALONE
-        if part == "ema" and kind == "ranks":
-            return (
-                "its processes share the weights in memory, and each would write its own average "
-                "there: use threads"
-            )
-        return super().cannot(part, kind)
-
-    def check_in(self, world: World) -> None:
-        """Check that all workers compute on the same device. Raises ValueError otherwise."""
         if world.kind == "ranks" and set(world.computes_on) - {"cpu"}:
             raise ValueError(
                 "hogwild's processes share the weights in the CPU's memory, but these compute on "
@@ -134,6 +114,20 @@ class Hogwild(Strategy):
             raise ValueError(
                 "Hogwild's workers share the weights, so they compute on one device: give only one"
             )
+
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
+        """Check that the model can train on batches of this size. Raises ValueError otherwise."""
+        check_pieces(task, model, self.batch_size, 1, self.accumulate)
+
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
+        if feature == "compile" and kind == "threads":
+            return COMPILES_ALONE
+        if feature == "ema" and kind == "ranks":
+            return (
+                "its processes share the weights in memory, and each would write its own average "
+                "there: use threads"
+            )
+        return super().cannot(feature, kind)
 
     def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
         return HogwildLearner(task, context, seed, self)
@@ -235,7 +229,6 @@ class HogwildWorker:
 class HogwildLearner(SingleLearner):
     """Workers of this process: all workers in a world of threads, one in a process."""
 
-    unit = "round"
     rank_state_differs = True
 
     def __init__(self, task: Task, context: RankContext, seed: int, strategy: Hogwild) -> None:

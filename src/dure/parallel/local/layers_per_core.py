@@ -38,9 +38,11 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Kind, Learner, RankContext, StepResult, Strategy
+from dure.contracts.learner import Learner, StepResult
+from dure.contracts.strategy import Feature, Strategy, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import ALL, Part
+from dure.contracts.training_options import ALL
+from dure.contracts.world import Kind, RankContext, World
 from dure.data.batches import check_batch_size
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
@@ -88,30 +90,31 @@ class LayersPerCore(Strategy):
     balance: Literal["counted", "measured"] = "counted"
 
     name: ClassVar[str] = "layers-per-core"
-    kind: ClassVar[Kind] = "threads"
-    unit: ClassVar[str] = "step"
-    trains_with: ClassVar[frozenset[Part]] = ALL - {"compile"}
+    traits: ClassVar[Traits] = Traits(
+        kind="threads",
+        unit="step",
+        trains_with=ALL - {"compile"},
+    )
 
-    def cannot(self, part: Part, kind: Kind) -> str | None:
-        return COMPILES_ALONE if part == "compile" else super().cannot(part, kind)
-
-    def cannot_own_loss(self, kind: Kind) -> str | None:
-        return "its layers are called one by one, and none of them returns a loss: give a loss"
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
+        if feature == "own_loss":
+            return "its layers are called one by one, and none of them returns a loss: give a loss"
+        return COMPILES_ALONE if feature == "compile" else super().cannot(feature, kind)
 
     @property
     def label(self) -> str:
         return f"layers per core, {self.microbatches} micro-batches"
 
-    def check(self, task: Task, workers: int | None) -> None:
+    def check(self, task: Task, world: World) -> None:
         check_batch_size(self.batch_size)
         if self.microbatches < 1:
             raise ValueError(f"microbatches is {self.microbatches}, but it has to be 1 or more")
         if self.balance not in ("counted", "measured"):
             raise ValueError(f"there is no balance {self.balance!r}: choose counted or measured")
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
         check_pieces(task, model, self.batch_size, 1, self.microbatches)
-        check_chain(task, model, workers or 1)
+        check_chain(task, model, world.workers or 1)
 
     def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
         return LayersPerCoreLearner(task, context, seed, self)

@@ -38,8 +38,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import RankContext, StepResult, unused_copy
+from dure.contracts.fresh_model import unused_copy
+from dure.contracts.learner import StepResult
 from dure.contracts.task import Task
+from dure.contracts.world import RankContext
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
 from dure.parallel.local import batch_trees

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,22 +27,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from dure.contracts.fresh_model import examples_for
+from dure.contracts.learner import Learner, Proof, StepResult
 from dure.contracts.lr_schedule import ScheduledRates
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import (
-    Kind,
-    Learner,
-    Proof,
-    RankContext,
-    StepResult,
-    Strategy,
-    examples_for,
-)
+from dure.contracts.strategy import RunTraits, Strategy, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import ALL, Part
+from dure.contracts.training_options import ALL
+from dure.contracts.world import RankContext, World
 from dure.data.batches import Batches, check_batch_size, largest_piece
 from dure.data.prefetch import Prefetch, prefetch
-from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
+from dure.data.sampling import JOINT_SAMPLING
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, synchronize, to_cpu, to_device
 from dure.memory.formula import WHOLE, MemoryShares
@@ -128,14 +123,14 @@ class SingleWorker(Strategy):
     memory: str | None = None
 
     name: ClassVar[str] = "single-worker"
-    kind: ClassVar[Kind] = "ranks"
-    unit: ClassVar[str] = "step"
-    alone: ClassVar[bool] = True
-    trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
-    can_offload: ClassVar[tuple[str, ...]] = PARTS
-    moves: ClassVar[frozenset[str]] = frozenset(
-        {"device", "offload", "offload_folder", "recompute", "memory"}
+    traits: ClassVar[Traits] = Traits(
+        kind="ranks",
+        unit="step",
+        trains_with=ALL,
+        samples=JOINT_SAMPLING,
+        moves=frozenset({"device", "offload", "offload_folder", "recompute", "memory"}),
+        can_offload=PARTS,
+        alone=True,
     )
 
     def __post_init__(self) -> None:
@@ -143,31 +138,19 @@ class SingleWorker(Strategy):
         object.__setattr__(self, "recompute", as_recompute(self.recompute))
 
     @property
-    def protects(self) -> bool:
-        return self.privacy is not None
-
-    @property
-    def computes_on(self) -> tuple[str, ...]:
-        return (self.device,)
-
-    @property
-    def offloaded(self) -> Collection[str]:
-        return self.offload.parts
+    def run_traits(self) -> RunTraits:
+        return RunTraits(
+            ranks=1,
+            deterministic=self.privacy is None or self.privacy.draws == "seed",
+            protects=self.privacy is not None,
+            uses_poisson_sampling=self.privacy is not None,
+            spares_memory=bool(self.offload),
+            offloaded=self.offload.parts,
+            computes_on=(self.device,),
+        )
 
     def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
-
-    @property
-    def deterministic(self) -> bool:
-        return self.privacy is None or self.privacy.draws == "seed"
-
-    @property
-    def uses_poisson_sampling(self) -> bool:
-        return self.privacy is not None
-
-    @property
-    def spares_memory(self) -> bool:
-        return bool(self.offload)
 
     def holds_parts(self, workers: int | None) -> bool:
         """Return whether parameters are offloaded, which then need no memory either."""
@@ -193,11 +176,12 @@ class SingleWorker(Strategy):
             label += f", {self.loaders} loader{'' if self.loaders == 1 else 's'}"
         return example_level.label_with_privacy(self._wanted, label)
 
-    def check(self, task: Task, workers: int | None) -> None:
+    def check(self, task: Task, world: World) -> None:
         check_batch_size(self.batch_size)
-        if workers != 1:
+        if world.workers != 1:
             raise ValueError(
-                f"SingleWorker has one worker, but the world has {workers}; choose Processes(1)"
+                f"SingleWorker has one worker, but the world has {world.workers}; choose "
+                "Processes(1)"
             )
         device_of(self.device)
         if self.loaders < 0:
@@ -227,16 +211,16 @@ class SingleWorker(Strategy):
             self.recompute, self.memory, part, WHOLE.without(self.offload.parts)
         )
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
         """Check that the model can train on batches of this size. Raises ValueError otherwise."""
         if self.privacy is not None:
             check_layers(model)
         check_optimizer(self.offload, task, model)
-        check_pieces(task, model, self.batch_size, workers, self.accumulate)
+        check_pieces(task, model, self.batch_size, world.workers, self.accumulate)
 
-    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+    def prove(self, task: Task, model: nn.Module, world: World) -> Proof | None:
         """Try per-example clipping or recomputation on a few examples, if the strategy uses it."""
-        self.check_model(task, model, workers)
+        self.check_model(task, model, world)
         if self.privacy is not None:
             return example_level.proven(task, model)
         return prove_recompute(self._again(task), task, model)
@@ -280,8 +264,6 @@ class SingleLearner(Learner):
     Ranks share this loop and override the computation of a step's gradient
     (`dure.parallel.data.strategy`).
     """
-
-    unit = "step"
 
     waits_for_update: ClassVar[bool] = True
     """Whether a step without events ends with a wait for the accelerator."""

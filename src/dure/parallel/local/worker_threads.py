@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import DureError, WorkerFailedError, described, traceback_of
 from dure.machine.devices import as_current, synchronize
 from dure.machine.global_settings import with_current_settings

@@ -20,17 +20,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-
-from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy
-from dure.contracts.task import Task
-from dure.contracts.training_options import Part
-from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
-from dure.memory.formula import MemoryShares
+from dure.contracts.strategy import RunTraits, Traits
+from dure.data.sampling import JOINT_SAMPLING
 from dure.memory.offload.offload_setting import Offload, parse_offload
 from dure.parallel.learner_offloading import NO_OFFLOAD
 from dure.parallel.mesh.mesh import Mesh
-from dure.parallel.mesh.strategy import TRAINS_WITH, Parallel, ParallelLearner, cannot
+from dure.parallel.mesh.single_axis import SingleAxisMesh
+from dure.parallel.mesh.strategy import TRAINS_WITH, Parallel
 from dure.parallel.pipeline.balance import Balance
 from dure.parallel.pipeline.schedule import Schedule, is_user_defined
 from dure.parallel.pipeline.trace import TRACES
@@ -38,7 +34,7 @@ from dure.settings import parse_fields
 
 
 @dataclass(frozen=True)
-class Pipeline(Strategy):
+class Pipeline(SingleAxisMesh):
     """Pipeline parallelism: ranks store stages of the model.
 
     Args:
@@ -68,13 +64,15 @@ class Pipeline(Strategy):
     offload_folder: str | None = None
 
     name: ClassVar[str] = "pipeline"
-    kind: ClassVar[Kind] = "ranks"
-    unit: ClassVar[str] = "step"
-    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
-    trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
-    moves: ClassVar[frozenset[str]] = frozenset(
-        {"schedule", "stages_per_rank", "cut", "balance", "recompute"}
-        | {"offload", "offload_folder"}
+    traits: ClassVar[Traits] = Traits(
+        kind="ranks",
+        unit="step",
+        trains_with=TRAINS_WITH,
+        samples=JOINT_SAMPLING,
+        moves=frozenset(
+            {"schedule", "stages_per_rank", "cut", "balance", "recompute"}
+            | {"offload", "offload_folder"}
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -89,22 +87,17 @@ class Pipeline(Strategy):
         return f"pipeline {own}, {strategy.most} micro-batch{'' if strategy.most == 1 else 'es'}"
 
     @property
-    def imports(self) -> tuple[str, ...]:
-        return (TRACES,)
+    def run_traits(self) -> RunTraits:
+        return RunTraits(
+            # Another cut adds shared gradients, and the norm of the gradient, in another order.
+            deterministic=self.balance != "measured",
+            spares_memory=bool(self.offload),
+            imports=(TRACES,),
+        )
 
-    @property
-    def spares_memory(self) -> bool:
-        return bool(self.offload)
-
-    @property
-    def deterministic(self) -> bool:
-        # Another cut adds shared gradients, and the norm of the gradient, in another order.
-        return self.balance != "measured"
-
-    def on(self, workers: int) -> Parallel:
-        """Return this strategy on a mesh."""
+    def on(self, workers: int | None) -> Parallel:
         return Parallel(
-            mesh=Mesh(pipeline=workers),
+            mesh=Mesh(pipeline=workers or 1),
             batch_size=self.batch_size,
             microbatches=self.microbatches,
             schedule=self.schedule,
@@ -115,24 +108,3 @@ class Pipeline(Strategy):
             offload=self.offload,
             offload_folder=self.offload_folder,
         )
-
-    def cannot(self, part: Part, kind: Kind) -> str | None:
-        return cannot(part)
-
-    def holds_parts(self, workers: int | None) -> bool:
-        return self.on(1 if workers is None else workers).holds_parts(workers)
-
-    def shares(self, workers: int | None) -> MemoryShares | None:
-        return self.on(1 if workers is None else workers).shares(workers)
-
-    def check(self, task: Task, workers: int | None) -> None:
-        self.on(1 if workers is None else workers).check(task, workers)
-
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        self.on(1 if workers is None else workers).check_model(task, model, workers)
-
-    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
-        return self.on(1 if workers is None else workers).prove(task, model, workers)
-
-    def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
-        return ParallelLearner(task, context, seed, self.on(context.group.size))

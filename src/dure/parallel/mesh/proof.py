@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import Proof, seeded_model
+from dure.contracts.fresh_model import seeded_model
+from dure.contracts.learner import Proof
 from dure.contracts.task import Loss, Task
 from dure.data.examples import Examples
 from dure.machine.devices import free_bytes, is_cpu, to_device

@@ -28,22 +28,16 @@ from typing import Any, ClassVar, Literal, get_args
 import msgspec
 from torch import Tensor, nn
 
+from dure.contracts.fresh_model import examples_for, unused_copy
+from dure.contracts.learner import Learner, Proof, StepResult
 from dure.contracts.lr_schedule import ScheduledRates
-from dure.contracts.strategy import (
-    Kind,
-    Learner,
-    Proof,
-    RankContext,
-    StepResult,
-    Strategy,
-    examples_for,
-    unused_copy,
-)
+from dure.contracts.strategy import Feature, RunTraits, Strategy, Traits
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part, trained_from
+from dure.contracts.world import Kind, RankContext, World
 from dure.data.batches import Batches, check_joint_batch
 from dure.data.examples import Examples
-from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
+from dure.data.sampling import JOINT_SAMPLING
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
 from dure.memory.file_backed_init import in_files_like, releasing_pass
@@ -107,7 +101,6 @@ from dure.parallel.tensor.rng import modules_on_shards
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.parallel.weight_broadcast import share_weights
 from dure.randomness.seeds import derive, seed_generators
-from dure.record.meter import Meter
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.flops import flops_per_step
@@ -122,11 +115,11 @@ TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "ema", "unfreeze", "adapt
 """Parts of learning that a task may request and that ranks of a mesh support."""
 
 
-def cannot(part: Part) -> str | None:
+def cannot(feature: Feature) -> str | None:
     """Return why ranks of a mesh cannot do a part of learning; None if they can."""
-    if part == "precision":
+    if feature == "precision":
         return "its layers and stages are divided, and proved, in the precision of the weights"
-    if part == "compile":
+    if feature == "compile":
         return "its layers and stages are divided or traced, and called one by one"
     return None
 
@@ -178,13 +171,15 @@ class Parallel(Strategy):
     offload_folder: str | None = None
 
     name: ClassVar[str] = "parallel"
-    kind: ClassVar[Kind] = "ranks"
-    unit: ClassVar[str] = "step"
-    trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
-    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
-    moves: ClassVar[frozenset[str]] = frozenset(
-        {"mesh", "schedule", "stages_per_rank", "cut", "balance", "recompute", "memory", "zero"}
-        | {"sequence", "plan", "offload", "offload_folder"}
+    traits: ClassVar[Traits] = Traits(
+        kind="ranks",
+        unit="step",
+        trains_with=TRAINS_WITH,
+        samples=JOINT_SAMPLING,
+        moves=frozenset(
+            {"mesh", "schedule", "stages_per_rank", "cut", "balance", "recompute", "memory", "zero"}
+            | {"sequence", "plan", "offload", "offload_folder"}
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -197,19 +192,20 @@ class Parallel(Strategy):
         return f"parallel {'x'.join(map(str, self.mesh.degrees))}" + self.plan.label
 
     @property
-    def spares_memory(self) -> bool:
-        return bool(self.offload)
-
-    @property
-    def deterministic(self) -> bool:
-        # Another cut adds shared gradients, and the norm of the gradient, in another order.
-        return self.balance != "measured"
+    def run_traits(self) -> RunTraits:
+        return RunTraits(
+            ranks=self.mesh.size,
+            # Another cut adds shared gradients, and the norm of the gradient, in another order.
+            deterministic=self.balance != "measured",
+            spares_memory=bool(self.offload),
+            imports=(TRACES,) if self.mesh.pipeline > 1 else (),
+        )
 
     def shares(self, workers: int | None) -> MemoryShares | None:
         return divided_shares(self.mesh.tensor * self.mesh.pipeline, self.zero, self.mesh.data)
 
-    def cannot(self, part: Part, kind: Kind) -> str | None:
-        return cannot(part)
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
+        return cannot(feature)
 
     def list_for(self, microbatches: int) -> Schedule:
         """Return the schedule for a number of micro-batches; raise ValueError if impossible."""
@@ -234,14 +230,6 @@ class Parallel(Strategy):
         # that its gradients can be reduced. The requested schedule was made only to check it.
         return make("1f1b", self.mesh.pipeline, microbatches, 1)
 
-    @property
-    def ranks(self) -> int | None:
-        return self.mesh.size
-
-    @property
-    def imports(self) -> tuple[str, ...]:
-        return (TRACES,) if self.mesh.pipeline > 1 else ()
-
     def holds_parts(self, workers: int | None) -> bool:
         mesh = self.mesh
         return mesh.tensor > 1 or mesh.pipeline > 1 or (self.zero == 3 and mesh.data > 1)
@@ -253,9 +241,9 @@ class Parallel(Strategy):
             return Schedule.parse(self.schedule).microbatches
         return 1 if self.schedule == "naive" else self.microbatches
 
-    def check(self, task: Task, workers: int | None) -> None:
-        if workers is not None:
-            self.mesh.check(workers)
+    def check(self, task: Task, world: World) -> None:
+        if world.workers is not None:
+            self.mesh.check(world.workers)
         check_joint_batch(self.batch_size, len(task.train), self.mesh.data)
         if self.microbatches < 1:
             raise ValueError(f"microbatches is {self.microbatches}, but it has to be 1 or more")
@@ -286,7 +274,7 @@ class Parallel(Strategy):
         shares = divided_shares(self.mesh.tensor, self.zero, self.mesh.data)
         return RecomputeRequest(whole, self.memory, self.examples(len(task.train)), shares)
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
         """Check the model on a copy: divide the copy and run it on a micro-batch."""
         self.checked(task, model)
 
@@ -329,7 +317,7 @@ class Parallel(Strategy):
         check_cut(cut, self.mesh.data, self.recompute, evaluates=tests is not None)
         return cut
 
-    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+    def prove(self, task: Task, model: nn.Module, world: World) -> Proof | None:
         """Compare the stages with the undivided model on a micro-batch.
 
         Returns None if there is no second model to compare with. For a single stage without a
@@ -387,7 +375,6 @@ class ParallelLearner(Learner):
         again: the request for recomputation; None is the strategy's request.
     """
 
-    unit = "step"
     rank_state_differs = True
     resizes = True
     by_parts = True
@@ -784,9 +771,6 @@ class ParallelLearner(Learner):
             **facts_of(self.rank_state, self.batches.batch_size, self.stream.carried),
             "step_costs": cost_facts(steps),
         }
-
-    def meters(self) -> Sequence[Meter]:
-        return [self.group.meter]
 
 
 def _not_finite(losses: Sequence[float]) -> str:

@@ -22,11 +22,11 @@ from typing import ClassVar
 
 from torch import nn
 
-from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy
+from dure.contracts.learner import Learner, Proof
+from dure.contracts.strategy import RunTraits, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import Part
-from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
-from dure.memory.formula import MemoryShares
+from dure.contracts.world import RankContext, World
+from dure.data.sampling import JOINT_SAMPLING
 from dure.memory.offload.offload_setting import Offload, parse_offload
 from dure.memory.recompute_setting import Recompute, as_recompute
 from dure.parallel.learner_offloading import NO_OFFLOAD
@@ -37,13 +37,14 @@ from dure.parallel.learner_recomputation import (
     prove_recompute,
 )
 from dure.parallel.mesh.mesh import Mesh
-from dure.parallel.mesh.strategy import TRAINS_WITH, Parallel, ParallelLearner, cannot
+from dure.parallel.mesh.single_axis import SingleAxisMesh
+from dure.parallel.mesh.strategy import TRAINS_WITH, Parallel, ParallelLearner
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.settings import parse_fields
 
 
 @dataclass(frozen=True)
-class TensorParallel(Strategy):
+class TensorParallel(SingleAxisMesh):
     """Tensor parallelism: ranks divide the layers of the model.
 
     Args:
@@ -72,12 +73,12 @@ class TensorParallel(Strategy):
     memory: str | None = None
 
     name: ClassVar[str] = "tensor-parallel"
-    kind: ClassVar[Kind] = "ranks"
-    unit: ClassVar[str] = "step"
-    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
-    trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
-    moves: ClassVar[frozenset[str]] = frozenset(
-        {"sequence", "plan", "offload", "offload_folder", "recompute", "memory"}
+    traits: ClassVar[Traits] = Traits(
+        kind="ranks",
+        unit="step",
+        trains_with=TRAINS_WITH,
+        samples=JOINT_SAMPLING,
+        moves=frozenset({"sequence", "plan", "offload", "offload_folder", "recompute", "memory"}),
     )
 
     def __post_init__(self) -> None:
@@ -90,13 +91,12 @@ class TensorParallel(Strategy):
         return "tensor parallel" + (", sequence" if self.sequence else "") + self.plan.label
 
     @property
-    def spares_memory(self) -> bool:
-        return bool(self.offload)
+    def run_traits(self) -> RunTraits:
+        return RunTraits(spares_memory=bool(self.offload))
 
-    def on(self, workers: int) -> Parallel:
-        """Return this strategy on a mesh."""
+    def on(self, workers: int | None) -> Parallel:
         return Parallel(
-            mesh=Mesh(tensor=workers),
+            mesh=Mesh(tensor=workers or 1),
             batch_size=self.batch_size,
             microbatches=1,
             schedule="naive",
@@ -108,29 +108,17 @@ class TensorParallel(Strategy):
             memory=self.memory,
         )
 
-    def cannot(self, part: Part, kind: Kind) -> str | None:
-        return cannot(part)
-
-    def holds_parts(self, workers: int | None) -> bool:
-        return self.on(1 if workers is None else workers).holds_parts(workers)
-
-    def shares(self, workers: int | None) -> MemoryShares | None:
-        return self.on(1 if workers is None else workers).shares(workers)
-
     def _again(self, task: Task, workers: int | None) -> RecomputeRequest:
-        return self.on(workers or 1).again(task)._replace(recompute=self.recompute)
+        return self.on(workers).again(task)._replace(recompute=self.recompute)
 
-    def check(self, task: Task, workers: int | None) -> None:
+    def check(self, task: Task, world: World) -> None:
         check_recompute(self.recompute, self.memory, self.name)
-        self.on(1 if workers is None else workers).check(task, workers)
+        super().check(task, world)
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        self.on(1 if workers is None else workers).check_model(task, model, workers)
-
-    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+    def prove(self, task: Task, model: nn.Module, world: World) -> Proof | None:
         """Check the requested recomputation; the ranks check the divided layers."""
-        self.check_model(task, model, workers)
-        return prove_recompute(self._again(task, workers), task, model)
+        self.check_model(task, model, world)
+        return prove_recompute(self._again(task, world.workers), task, model)
 
     def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
         workers = context.group.size

@@ -29,11 +29,13 @@ from torch import Tensor, nn
 
 from dure.collectives.arguments import check_algorithm
 from dure.collectives.trailer import Numbers, common_start, per_rank_field, summed_field, time_field
-from dure.contracts.strategy import Kind, Learner, Proof, RankContext, StepResult, Strategy
+from dure.contracts.learner import Learner, Proof, StepResult
+from dure.contracts.strategy import Feature, RunTraits, Strategy, Traits
 from dure.contracts.task import Task
-from dure.contracts.training_options import ALL, Part, trained_from
+from dure.contracts.training_options import ALL, trained_from
+from dure.contracts.world import Kind, RankContext, World
 from dure.data.batches import check_joint_batch, largest_piece
-from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
+from dure.data.sampling import JOINT_SAMPLING
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
 from dure.machine.memory import trim_heap
@@ -105,13 +107,13 @@ class ZeRO(Strategy):
     memory: str | None = None
 
     name: ClassVar[str] = "zero"
-    kind: ClassVar[Kind] = "ranks"
-    unit: ClassVar[str] = "step"
-    own_data: ClassVar[bool] = True
-    trains_with: ClassVar[frozenset[Part]] = ALL - {"compile"}
-    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
-    moves: ClassVar[frozenset[str]] = frozenset(
-        {"offload", "offload_folder", "recompute", "memory"}
+    traits: ClassVar[Traits] = Traits(
+        kind="ranks",
+        unit="step",
+        trains_with=ALL - {"compile"},
+        samples=JOINT_SAMPLING,
+        moves=frozenset({"offload", "offload_folder", "recompute", "memory"}),
+        own_data=True,
     )
 
     def __post_init__(self) -> None:
@@ -119,8 +121,8 @@ class ZeRO(Strategy):
         object.__setattr__(self, "recompute", as_recompute(self.recompute))
 
     @property
-    def spares_memory(self) -> bool:
-        return bool(self.offload)
+    def run_traits(self) -> RunTraits:
+        return RunTraits(spares_memory=bool(self.offload))
 
     @property
     def label(self) -> str:
@@ -132,13 +134,13 @@ class ZeRO(Strategy):
     def shares(self, workers: int | None) -> MemoryShares | None:
         return divided_shares(1, self.stage, workers or 1)
 
-    def cannot(self, part: Part, kind: Kind) -> str | None:
-        if part == "compile":
+    def cannot(self, feature: Feature, kind: Kind) -> str | None:
+        if feature == "compile":
             return "its hooks gather and reduce while the layers of the model are called one by one"
-        return super().cannot(part, kind)
+        return super().cannot(feature, kind)
 
-    def check(self, task: Task, workers: int | None) -> None:
-        check_joint_batch(self.batch_size, len(task.train), workers)
+    def check(self, task: Task, world: World) -> None:
+        check_joint_batch(self.batch_size, len(task.train), world.workers)
         check_settings(self.stage, task.precision, self.prefetch, self.overlap_gather)
         check_algorithm("way to send", self.algorithm, ALGORITHMS)
         check_accumulate(self.accumulate)
@@ -159,19 +161,19 @@ class ZeRO(Strategy):
             self.recompute, self.memory, part, divided_shares(1, self.stage, workers or 1)
         )
 
-    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, world: World) -> None:
         """Check that replicas can train the model and that no tensors overlap.
 
         Raises ValueError if not.
         """
         check_no_shared_memory(model)
-        check_forward_keeps_weights(model, workers)
-        check_pieces(task, model, self.batch_size, workers, self.accumulate)
+        check_forward_keeps_weights(model, world.workers)
+        check_pieces(task, model, self.batch_size, world.workers, self.accumulate)
 
-    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+    def prove(self, task: Task, model: nn.Module, world: World) -> Proof | None:
         """Compare passes with and without recomputation, if recomputation is asked for."""
-        self.check_model(task, model, workers)
-        return prove_recompute(self._again(task, workers), task, model)
+        self.check_model(task, model, world)
+        return prove_recompute(self._again(task, world.workers), task, model)
 
     def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
         return ZeROLearner(task, context, seed, self)

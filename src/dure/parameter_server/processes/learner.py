@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from dure.contracts.strategy import STOP, Learner, RankContext, StepResult
+from dure.contracts.learner import STOP, Learner, StepResult
 from dure.contracts.task import Task
+from dure.contracts.world import RankContext
 from dure.errors import LossNotFiniteError, PeerLostError, described, traceback_of
 from dure.machine.devices import to_cpu
 from dure.parameter_server.compressed import push_bytes
@@ -99,7 +100,6 @@ def _tell(error: BaseException, who: str, step: str, endpoint: Endpoint) -> None
 class ProcessesLearner(Learner):
     """Learner of rank 0, which leads, and evaluates the weights of the servers."""
 
-    unit = "round"
     where = "rank 0"
 
     def __init__(

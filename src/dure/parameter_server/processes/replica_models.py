@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext, examples_for
+from dure.contracts.fresh_model import examples_for
 from dure.contracts.task import Task
+from dure.contracts.world import RankContext
 from dure.machine.devices import pinned_like, to_cpu
 from dure.parallel.mesh.strategy import ParallelLearner
 from dure.parameter_server.downpour_plan import DownpourPlan

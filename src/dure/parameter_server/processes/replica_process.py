@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import RankContext
 from dure.contracts.task import Task
+from dure.contracts.world import RankContext
 from dure.errors import PeerLostError
 from dure.machine.global_settings import with_current_settings
 from dure.parameter_server.compressed import compressors_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import PeerLostError
 from dure.machine.stall_timeout import StallTimeout
 from dure.parameter_server.messages import (

@@ -37,7 +37,7 @@ from dure.collectives.compression import NoCompression
 from dure.collectives.group import Group
 from dure.collectives.roll_call import with_lost_rank_diagnosis
 from dure.contracts.lr_schedule import LRSchedule, check_schedule, factor_at
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import PeerLostError, described
 from dure.parallel.data.reducer import check_same_shapes
 from dure.parallel.weight_broadcast import share_weights

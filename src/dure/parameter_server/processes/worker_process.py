@@ -15,8 +15,8 @@ from functools import partial
 
 from torch import Tensor
 
-from dure.contracts.strategy import RankContext
 from dure.contracts.task import Task
+from dure.contracts.world import RankContext
 from dure.machine.devices import to_cpu
 from dure.parameter_server.compressed import compressors_of
 from dure.parameter_server.embeddings import tables_of

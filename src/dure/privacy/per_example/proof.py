@@ -33,7 +33,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dure.contracts.strategy import Proof, unused_copy
+from dure.contracts.fresh_model import unused_copy
+from dure.contracts.learner import Proof
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.machine.devices import device_of_model, to_device

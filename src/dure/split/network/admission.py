@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from dure.contracts.channels import Channels, ClientConnected, ClientFrame
+from dure.protocol.channels import Channels, ClientConnected, ClientFrame
 from dure.record.disk import write_atomically
 from dure.record.untrusted_files import contents
 from dure.split.network.checks import MOST_EXAMPLES

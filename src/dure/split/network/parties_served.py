@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.contracts.channels import Channels, HostedRun
-from dure.contracts.strategy import Learner, RankContext, StepResult, examples_for
+from dure.contracts.fresh_model import examples_for
+from dure.contracts.learner import Learner, StepResult
 from dure.contracts.task import Task
+from dure.contracts.world import RankContext
 from dure.data.batches import Batches
 from dure.data.examples import reader_on
 from dure.errors import DureError, RunFolderError
 from dure.machine.threads import threads_for
+from dure.protocol.channels import Channels, HostedRun
 from dure.randomness.seeds import generator
 from dure.record.checkpoint import read_tree, write_tree
 from dure.record.meter import Meter
@@ -162,8 +164,6 @@ class ServedVerticalLearner(Learner):
         plan: the plan of the run.
         connect: opens the channels to the parties.
     """
-
-    unit = "step"
 
     def __init__(
         self,

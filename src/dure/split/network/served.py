@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dure.contracts.channels import Channels, HostedRun
-from dure.contracts.strategy import CHECKPOINT, STOP, Learner, RankContext, StepResult, examples_for
+from dure.contracts.fresh_model import examples_for
+from dure.contracts.learner import CHECKPOINT, STOP, Learner, StepResult
 from dure.contracts.task import Task
+from dure.contracts.world import RankContext
 from dure.data.examples import Examples
 from dure.errors import RunFolderError
 from dure.fleet.virtual_network import nbytes
 from dure.machine.threads import threads_for
+from dure.protocol.channels import Channels, HostedRun
 from dure.record.checkpoint import UNREADABLE, read_tree, write_tree
 from dure.record.meter import Counters, Meter
 from dure.split.activity_log import ActivityLog
@@ -76,7 +78,6 @@ class ServedSplitLearner(Learner):
         connect: opens the channels to the clients.
     """
 
-    unit = "round"
     where = "server"
 
     def __init__(

@@ -32,16 +32,10 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from dure.contracts.channels import (
-    Channels,
-    ClientConnected,
-    ClientDisconnected,
-    ClientFrame,
-    Event,
-)
 from dure.errors import DureError, LossNotFiniteError
 from dure.fleet.virtual_network import Transmission, nbytes
 from dure.machine.devices import CPU
+from dure.protocol.channels import Channels, ClientConnected, ClientDisconnected, ClientFrame, Event
 from dure.record.meter import Meter
 from dure.split.activity_log import ActivityLog
 from dure.split.blame import ADVICE, CannotComputeError, InvalidMessageError, NotANumberError

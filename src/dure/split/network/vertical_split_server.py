@@ -22,16 +22,10 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from dure.contracts.channels import (
-    Channels,
-    ClientConnected,
-    ClientDisconnected,
-    ClientFrame,
-    Event,
-)
 from dure.errors import DureError, LossNotFiniteError
 from dure.fleet.virtual_network import nbytes
 from dure.machine.devices import CPU
+from dure.protocol.channels import Channels, ClientConnected, ClientDisconnected, ClientFrame, Event
 from dure.record.meter import Meter
 from dure.split.alignment import EmptyIntersectionError
 from dure.split.network.admission import MOST_RETURNS, MOST_SHOWN, Admission

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dure.contracts.strategy import Proof, examples_for, unused_copy
+from dure.contracts.fresh_model import examples_for, unused_copy
+from dure.contracts.learner import Proof
 from dure.contracts.task import Task
 from dure.data.examples import reader_on
 from dure.machine.devices import device_of_model

@@ -21,14 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Learner, RankContext, StepResult, examples_for
+from dure.contracts.fresh_model import examples_for
+from dure.contracts.learner import Learner, StepResult
 from dure.contracts.task import Task
+from dure.contracts.world import RankContext
 from dure.data.batches import Batches
 from dure.data.examples import Examples, reader_on
-from dure.fleet.conditions import Conditions
 from dure.fleet.devices import BYTES_PER_MBIT
 from dure.fleet.virtual_network import Node, NodeLink, VirtualNetwork
 from dure.machine.devices import to_cpu
+from dure.protocol.server_context import conditions_in
 from dure.randomness.seeds import generator
 from dure.record.meter import Meter
 from dure.split.alignment import AlignedHolder, AlignedParty
@@ -69,8 +71,6 @@ from dure.tensors.buffers import (
 class SimulatedVerticalLearner(Learner):
     """The holder of the labels and all parties of a run, in one process."""
 
-    unit = "step"
-
     def __init__(self, task: Task, context: RankContext, seed: int, plan: VerticalPlan) -> None:
         self.device = context.device
         task = task.on(self.device)
@@ -79,7 +79,7 @@ class SimulatedVerticalLearner(Learner):
         self.seed = seed
         self.where = plan.holder
         self.group = context.group
-        self.conditions = context.conditions or Conditions()
+        self.conditions = conditions_in(context)
         doubles = needs_doubles(plan.defence, averages=False)
         self.model = model_on(context.model(task, seed), self.device, doubles)
         self.train, self.test = examples_for(task)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Proof, examples_for, unused_copy
+from dure.contracts.fresh_model import examples_for, unused_copy
+from dure.contracts.learner import Proof
 from dure.data.examples import reader_on
 from dure.errors import first_line
 from dure.machine.devices import device_of_model

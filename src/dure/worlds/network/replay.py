@@ -15,12 +15,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from dure.contracts.strategy import Kind, RankContext, StepInterrupted, World
+from dure.contracts.learner import StepInterrupted
+from dure.contracts.world import RankContext
 from dure.errors import RunFolderError
 from dure.fleet.budget import TransferBudget
+from dure.fleet.client_world import ClientWorld
 from dure.fleet.conditions import Conditions
 from dure.protocol.carrier import Carrier
 from dure.protocol.messages import EvaluationRequest, EvaluationResults
+from dure.protocol.server_context import ServerContext
 from dure.wire.layout import FederationSpec
 from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Event, Journal, backup
@@ -36,14 +39,13 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Replay(World):
+class Replay(ClientWorld):
     """World of the recorded clients of a run, with the journal in `folder`."""
 
     folder: Path
     run_id: str
 
     name: ClassVar[str] = "replay"
-    kind: ClassVar[Kind] = "clients"
 
     @property
     def serves(self) -> bool:
@@ -63,7 +65,7 @@ class Replay(World):
     ) -> Value:
         return run_server(program, report, self.conditions, self._carrier)
 
-    def _carrier(self, federation: FederationSpec, context: RankContext) -> Carrier:
+    def _carrier(self, federation: FederationSpec, context: ServerContext) -> Carrier:
         copy = Path(context.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
         backup(self.folder, copy / "journal.db")
         if (self.folder / COHORT).exists():

@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 
-from dure.contracts.channels import Channels, HostedRun
-from dure.contracts.strategy import Kind, RankContext, World
+from dure.contracts.world import RankContext
 from dure.errors import RunFolderError, ServeError, warn
 from dure.fleet.budget import TransferBudget
+from dure.fleet.client_world import ClientWorld
 from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.devices import CPU, device_of, is_cpu
 from dure.machine.extras import check_extra
 from dure.protocol.carrier import Carrier
+from dure.protocol.channels import Channels, HostedRun
+from dure.protocol.server_context import ServerContext
 from dure.record.disk import make_private
 from dure.wire.layout import FederationSpec
 from dure.wire.loopback import is_loopback
@@ -73,7 +75,7 @@ NEEDS = (
 
 
 @dataclass(frozen=True)
-class Network(World):
+class Network(ClientWorld):
     """Clients on a network, which reach this server by HTTPS.
 
     Args:
@@ -122,7 +124,6 @@ class Network(World):
     device: str = "cpu"
 
     name: ClassVar[str] = "network"
-    kind: ClassVar[Kind] = "clients"
 
     def __post_init__(self) -> None:
         check_extra("a network", "deploy", NEEDS)
@@ -177,7 +178,7 @@ class Network(World):
         devices = (device_of(self.device),)
         return run_server(program, report, self.conditions, self._carrier, self._channels, devices)
 
-    def _channels(self, hosted: HostedRun, context: RankContext) -> Channels:
+    def _channels(self, hosted: HostedRun, context: ServerContext) -> Channels:
         """Start to serve clients that stay connected. Raises ServeError on failure."""
         for name, value in (
             ("start_with", self.start_with not in (None, hosted.clients)),
@@ -193,7 +194,7 @@ class Network(World):
         with _as_serve_errors():
             return _Connected(self, hosted, context).channels
 
-    def _carrier(self, federation: FederationSpec, context: RankContext) -> Carrier:
+    def _carrier(self, federation: FederationSpec, context: ServerContext) -> Carrier:
         """Start to serve, and return the carrier between the coordinator and the clients.
 
         Raises ServeError on failure.
@@ -278,8 +279,8 @@ def run_server(
     program: Callable[[RankContext], Value],
     report: Callable[[dict[str, Any]], None],
     conditions: Conditions,
-    carrier: Callable[[FederationSpec, RankContext], Carrier],
-    channels: Callable[[HostedRun, RankContext], Channels] | None = None,
+    carrier: Callable[[FederationSpec, ServerContext], Carrier],
+    channels: Callable[[HostedRun, ServerContext], Channels] | None = None,
     devices: tuple[torch.device, ...] = (CPU,),
 ) -> Value:
     """Run the server side in this process.
@@ -298,11 +299,11 @@ def run_server(
     """
 
     def here(context: RankContext) -> Value:
-        context.conditions = conditions
-        context.network = lambda federation: carrier(federation, context)
+        server = ServerContext.of(context, conditions)
+        server.network = lambda federation: carrier(federation, server)
         if channels is not None:
-            context.channels = lambda hosted: channels(hosted, context)
-        return program(context)
+            server.channels = lambda hosted: channels(hosted, server)
+        return program(server)
 
     return run_in_process(here, report, "server", "clients", devices, is_worker=False)
 
@@ -419,7 +420,7 @@ def _more_than(clients: int) -> Callable[[int], str | None]:
 class _Serves:
     """Resources of a running server of either kind. `clients` is the number of clients."""
 
-    def __init__(self, world: Network, clients: int, context: RankContext) -> None:
+    def __init__(self, world: Network, clients: int, context: ServerContext) -> None:
         from dure.wire.signatures import Key
         from dure.worlds.network.server.access import AccessControl
         from dure.worlds.network.server.log_lines import logged_to
@@ -502,7 +503,7 @@ class _Serves:
 class _Connected(_Serves):
     """Server whose clients stay connected."""
 
-    def __init__(self, world: Network, hosted: HostedRun, context: RankContext) -> None:
+    def __init__(self, world: Network, hosted: HostedRun, context: ServerContext) -> None:
         from dure.worlds.network.server.channels import NetworkChannels
         from dure.worlds.network.server.sessions import ServedRun
 
@@ -541,7 +542,7 @@ class _Connected(_Serves):
 class _Server(_Serves):
     """Server of a federation, whose clients request their work."""
 
-    def __init__(self, world: Network, federation: FederationSpec, context: RankContext) -> None:
+    def __init__(self, world: Network, federation: FederationSpec, context: ServerContext) -> None:
         from dure.worlds.network.clock import FederationClock
         from dure.worlds.network.journal import Journal
         from dure.worlds.network.server.app import App

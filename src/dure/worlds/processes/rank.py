@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 import dure.collectives.shared_memory.backend  # noqa: F401 - so that the server has it, for all ranks
 from dure.collectives.group import Group
 from dure.collectives.roll_call import RollCall, RollCallAnswer, transfer_seconds
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import (
     DureError,
     StopRun,

@@ -24,7 +24,7 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dure.collectives.roll_call import RollCall
-from dure.contracts.strategy import Kind, RankContext, World
+from dure.contracts.world import Kind, RankContext, World
 from dure.errors import DureError, PeerLostError, StopRun, described
 from dure.machine.cores import available_cores, threads_per_rank
 from dure.machine.devices import AUTO, as_current, devices_of_ranks

@@ -30,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dure.collectives.group import Group
 from dure.collectives.roll_call import RollCall, RollCallAnswer, transfer_seconds
-from dure.contracts.strategy import Kind, RankContext, World
+from dure.contracts.world import Kind, RankContext, World
 from dure.errors import DureError, first_line, text_of
 from dure.machine.cores import threads_per_rank
 from dure.machine.devices import AUTO, devices_of_ranks, is_cpu

@@ -28,7 +28,7 @@ import two_hosts as emulation
 from dure.collectives.shared_memory import Options, SharedMemoryGroup
 from dure.collectives.shared_memory.calls import OPERATIONS, SENSIBLE
 from dure.collectives.shared_memory.portable import reduced
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.errors import DureError, MismatchError, PeerLostError
 from two_hosts import ADDRESSES, TwoHosts, bytes_over_the_cable
 

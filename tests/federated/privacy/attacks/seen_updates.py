@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import dure
-from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.fresh_model import examples_for, seeded_model
 from dure.federated.privacy.attacks.observation import AttackedModel, ObservedUpdate, StepRate
 from dure.federated.privacy.attacks.recording import GroundTruth, RecordedUpdate, UpdateMetadata
 from dure.tensors.flat import FlatParameters

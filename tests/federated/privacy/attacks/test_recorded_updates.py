@@ -15,7 +15,7 @@ from torch import nn
 
 import dure
 from dure.cli.main import main
-from dure.contracts.strategy import seeded_model
+from dure.contracts.fresh_model import seeded_model
 from dure.errors import RunFolderError
 from dure.federated.privacy.attacks import recording
 from dure.federated.privacy.attacks.observation import AttackedModel, observed_sum, step_rate_of

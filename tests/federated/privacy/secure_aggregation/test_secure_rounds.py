@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import RankContext
+from dure.contracts.world import RankContext
 from dure.federated.aggregate.aggregator import Aggregator, Collects
 from dure.federated.aggregate.geometric_median import GeometricMedian
 from dure.federated.aggregate.median import Median

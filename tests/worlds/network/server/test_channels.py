@@ -11,7 +11,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from dure.contracts.channels import ClientConnected, ClientDisconnected, ClientFrame
+from dure.protocol.channels import ClientConnected, ClientDisconnected, ClientFrame
 from dure.wire.signatures import Key, Signer
 from dure.worlds.network.client.channel import RunEndedError
 from dure.worlds.network.client.link import RefusedError

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.fresh_model import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.federated.privacy.attacks.changes import UpdateChange, changed

@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from torch import Tensor
 
-from dure.contracts.strategy import StepInterrupted
+from dure.contracts.learner import StepInterrupted
 from dure.errors import DamagedUpdateError, RunFolderError
 from dure.fleet.budget import TransferBudget
 from dure.machine.memory import trim_heap

@@ -37,8 +37,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from dure.contracts.channels import ClientConnected, ClientDisconnected, ClientFrame, Event
 from dure.errors import ServeError
+from dure.protocol.channels import ClientConnected, ClientDisconnected, ClientFrame, Event
 from dure.wire import requests
 from dure.wire.requests import CheckIn
 from dure.wire.signatures import Key

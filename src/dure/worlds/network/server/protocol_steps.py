@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from dure.contracts.strategy import StepInterrupted
+from dure.contracts.learner import StepInterrupted
 from dure.errors import DamagedUpdateError
 from dure.protocol.messages import ProtocolAnswer, ProtocolStep
 from dure.wire.requests import MOST_STEP_BYTES, ProtocolStepBody
