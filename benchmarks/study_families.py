@@ -44,8 +44,7 @@ from torch import nn
 import dure
 from dure.contracts.strategy import Strategy
 from dure.contracts.world import World
-from dure.fleet.latency import latency
-from dure.run.latency import measure_latency
+from dure.run.latency import latency, measure_latency
 
 ROW = dict[str, Any]
 TEAM = 4

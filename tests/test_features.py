@@ -10,7 +10,7 @@ import dure
 from dure.contracts.strategy import Strategy
 from dure.contracts.training_options import PARTS, Part
 from dure.contracts.world import Kind
-from dure.run.learning import check_can
+from dure.run.task_checks import check_can
 from features import PAGE, refusals, rewritten, strategies
 from small import small_task
 

@@ -17,9 +17,9 @@ import pytest
 import dure
 from dure.cli.main import main
 from dure.fleet.conditions import Conditions
-from dure.report.default_settings import defaults_of
 from dure.report.read import read_run
 from dure.report.repeat_command import command as command_of
+from dure.report.repeat_command import defaults_of
 
 RANKS = ["train", "digits", "data-parallel", "--workers", "2", "--deadline", "30"]
 

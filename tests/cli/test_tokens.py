@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dure.cli.main import main
-from dure.cli.tokens import token_of
+from dure.cli.network import token_of
 from dure.run import join as joining
 from dure.run.client_site import ConnectionOptions
 

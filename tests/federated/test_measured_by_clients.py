@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dure
 from dure.collectives.group import Group
-from dure.data.client_holdout import split_held_out
+from dure.data.client_part import split_held_out
 from dure.data.partition import NaturalKey
 from dure.federated.client.clients import FederatedClients
 from dure.federated.server.server import FederatedServer

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dure.fleet.latency import PredictionCall, latency
-from dure.run.latency import measure_latency
+from dure.run.latency import PredictionCall, latency, measure_latency
 from small import small_task
 
 

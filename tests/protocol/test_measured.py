@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from dure.protocol.evaluation_results import merge_evaluations
-from dure.protocol.messages import EvaluationResults
+from dure.protocol.messages import EvaluationResults, merge_evaluations
 
 ALL = EvaluationResults(
     [0, 2, 5],

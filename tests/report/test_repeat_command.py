@@ -12,15 +12,14 @@ import pytest
 from current_defaults import current_defaults
 from sample_runs import write_run
 
-import dure.report.default_settings
+import dure.report.repeat_command
 from dure.cli.comparing import COMPARED
 from dure.cli.comparison_entries import ComparisonEntries, without_options
 from dure.cli.main import main
 from dure.contracts.strategy import Strategy
 from dure.contracts.world import World
-from dure.report.default_settings import COUNTS_OWN_RANKS, defaults_of
 from dure.report.read import read_run
-from dure.report.repeat_command import command
+from dure.report.repeat_command import COUNTS_OWN_RANKS, command, defaults_of
 from dure.run.registry import encode, strategy_class
 
 
@@ -92,7 +91,7 @@ def test_the_command_gives_the_same_bits(
 
 def test_the_defaults_in_the_report_are_those_of_the_systems() -> None:
     """python tests/report/current_defaults.py writes the file again."""
-    file = Path(dure.report.default_settings.__file__).with_name("default_settings.json")
+    file = Path(dure.report.repeat_command.__file__).with_name("default_settings.json")
     assert json.loads(file.read_text()) == json.loads(json.dumps(current_defaults()))
     counted = [name for name in defaults_of_systems() if strategy_class(name).traits.coordinated]
     assert tuple(counted) == COUNTS_OWN_RANKS

@@ -21,8 +21,7 @@ import dure
 from dure import catalog, references
 from dure.errors import DureError, PolicyError, RunFolderError
 from dure.run import join as joining
-from dure.run.client_references import ClientReferences
-from dure.run.client_site import ClientSite, ConnectionOptions
+from dure.run.client_site import ClientReferences, ClientSite, ConnectionOptions
 from dure.run.config import RunRequest, TaskRequest
 from dure.run.registry import decode_strategy, decode_world, encode, strategy_class, world_class
 from dure.run.train import reload_run
@@ -413,7 +412,7 @@ def msgspec_replaced(asked: RunRequest, name: str) -> RunRequest:
 
 
 def test_a_folder_says_nothing_of_a_task_but_how_it_learns() -> None:
-    from dure.run.learning import with_learning
+    from dure.run.task_checks import with_learning
 
     for field in ("weights", "model", "reference", "train"):
         with pytest.raises(ValueError, match=f"does not know the training option '{field}'"):

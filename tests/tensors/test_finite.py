@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dure.tensors.finite import all_finite
+from dure.tensors.elements import all_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.complex64])

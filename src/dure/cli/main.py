@@ -426,8 +426,7 @@ def _bench(given: list[str]) -> int:
         raise ValueError(f"{how.out} is a file, but the result needs a folder: give another path")
     start_fork_server()
     from dure.bench.page import write
-    from dure.bench.progress import BenchProgress
-    from dure.bench.run import run
+    from dure.bench.run import BenchProgress, run
     from dure.bench.table import shown
     from dure.cli.show import error_console
 

@@ -22,12 +22,11 @@ from dure.contracts.fresh_model import examples_for, unused_copy
 from dure.contracts.learner import Learner
 from dure.contracts.task import Task
 from dure.contracts.world import RankContext
-from dure.data.client_holdout import HeldOutOrder, split_held_out
+from dure.data.client_part import HeldOutOrder, split_held_out
 from dure.data.examples import Examples
 from dure.data.keys import name_of
 from dure.data.partition import ClientParts
 from dure.data.partition.natural_key import unowned_keys
-from dure.data.size import example_bytes
 from dure.errors import warn
 from dure.federated import protections
 from dure.federated.client.clients import FederatedClients, MakeEngine, UpdateCallback
@@ -48,7 +47,7 @@ from dure.federated.server.smallest_cohort import cohort_objection
 from dure.fleet.conditions import Conditions
 from dure.fleet.energy import NoEnergy
 from dure.fleet.malicious import malicious_clients
-from dure.fleet.upload import upload
+from dure.fleet.upload import example_bytes, upload
 from dure.machine.devices import device_of_model
 from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier

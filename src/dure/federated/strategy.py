@@ -26,7 +26,7 @@ from dure.contracts.training_options import ALL
 from dure.contracts.world import Kind, RankContext, World
 from dure.data import partition
 from dure.data.batches import check_batch_size
-from dure.data.client_holdout import HeldOutOrder, split_held_out
+from dure.data.client_part import HeldOutOrder, split_held_out
 from dure.data.partition import IID, ClientParts, Partition, PartitionDescription, describe
 from dure.data.sampling import SEPARATE_SAMPLING
 from dure.federated import aggregate, builders
@@ -66,8 +66,7 @@ from dure.federated.server.client_metrics import FAILURES, client_metric_names
 from dure.federated.server.pacing import Pacing, SynchronousPacing
 from dure.federated.server.sampling import PerClientPoisson, Selection, Uniform, Weighted
 from dure.federated.server.server_optimizer import ServerOptimizer
-from dure.fleet.client_world import conditions_of
-from dure.fleet.conditions import Conditions
+from dure.fleet.conditions import Conditions, conditions_of
 from dure.fleet.malicious import attacker_count
 from dure.machine.devices import device_of, device_of_model
 from dure.privacy.accountant import check_delta

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
+from dure.contracts.world import Kind, World
 from dure.fleet.arrival import Arrival, StaticData, parse_arrival
 from dure.fleet.attacks import Attack, NoAttack, parse_attack
 from dure.fleet.availability import Always, Availability, parse_availability
@@ -164,3 +165,19 @@ class Conditions:
             for name in names
             if getattr(self, name) != getattr(ideal, name)
         ] + ([] if self.device in (None, "cpu") else [f"on {self.device}"])
+
+
+class ClientWorld(World):
+    """World of a server with clients. A subclass defines `name`, `conditions` and `run`."""
+
+    kind: ClassVar[Kind] = "clients"
+
+    @property
+    def conditions(self) -> Conditions:
+        """Conditions of the clients."""
+        raise NotImplementedError(f"{type(self).__name__} has no property conditions")
+
+
+def conditions_of(world: World) -> Conditions | None:
+    """Return the conditions of a world's clients; None in a world without clients."""
+    return world.conditions if isinstance(world, ClientWorld) else None

@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from dure.data.examples import Examples
 from dure.fleet.devices import Devices
 from dure.fleet.energy import Energy
 from dure.fleet.server_link import ServerLink
@@ -41,3 +46,20 @@ def upload(
     ends = [link.enters(when, size) for when, size in left]
     total = sum(sizes)
     return UploadCost(total, max(ends, default=0.0), energy.joules(0.0, 0.0, total))
+
+
+SOME = 16
+"""Examples that are read to measure a dataset."""
+
+
+def example_bytes(examples: Examples) -> float:
+    """Return the mean bytes of inputs and targets of an example; 0 without examples.
+
+    Exact if all are alike, as in tensors; else the mean of some examples, evenly taken.
+    """
+    count = min(len(examples), SOME)
+    if not count:
+        return 0.0
+    places = torch.arange(count) * len(examples) // count
+    leaves = tree_leaves(examples.batch(places))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)) / count

@@ -17,8 +17,7 @@ from dure.contracts.strategy import Feature
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part, trained_from
 from dure.contracts.world import World
-from dure.fleet.client_world import conditions_of
-from dure.fleet.conditions import Conditions
+from dure.fleet.conditions import Conditions, conditions_of
 from dure.machine.devices import to_host
 from dure.machine.memory import available_memory
 from dure.parameter_server.compressed import PushCoding

@@ -34,7 +34,7 @@ from dure.contracts.strategy import Feature, RunTraits, Strategy, Traits
 from dure.contracts.task import Task
 from dure.contracts.world import Kind, RankContext, World
 from dure.data.batches import check_joint_batch
-from dure.fleet.client_world import conditions_of
+from dure.fleet.conditions import conditions_of
 from dure.parameter_server.embeddings import check_tables_on
 from dure.parameter_server.plan import (
     CANNOT,

@@ -24,7 +24,7 @@ from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.loss_check import first_of
 from dure.tasks.loss_shares import tensor_of
-from dure.tasks.perturbed import perturbed
+from dure.tasks.modes import perturbed
 
 TRIED = 3
 """Number of examples of the trial."""

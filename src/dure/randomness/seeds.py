@@ -11,7 +11,7 @@ import hashlib
 import random
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -128,3 +128,14 @@ def restore_generators(state: Mapping[str, Any]) -> None:
         }
     )
     random.setstate(state["random"])
+
+
+class RoundSeed(NamedTuple):
+    """Seed of the run and number of the global model that the round computes, from 0."""
+
+    seed: int
+    number: int
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """Return a generator for `purpose` in this round: the same numbers in every process."""
+        return generator(self.seed, purpose, self.number)

@@ -261,7 +261,7 @@ def _mean_of_rounds(run: _Run) -> float | None:
 
 
 def _trained_on(examples: float, share: float) -> float:
-    """Return the examples of a client that are not held out (`dure.data.client_holdout`)."""
+    """Return the examples of a client that are not held out (`dure.data.client_part`)."""
     if not share:
         return examples
     return examples - min(max(round(share * examples), 1), examples - 1)

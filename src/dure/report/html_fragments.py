@@ -1,9 +1,13 @@
-"""HTML fragments that several sections of the report share: a run's mark, world, and time."""
+"""HTML fragments that several sections of the report share: a run's mark, time, pictures."""
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
+from dure.record.untrusted_files import contents
 from dure.report.formatting import UNKNOWN, count, duration, escape
 from dure.report.json_values import mapping, number
 from dure.report.runs import ReportedRun, WorkerTime
@@ -80,3 +84,23 @@ def table(name: str, kind: str, head: Sequence[str], rows: str, texts: Collectio
 
 
 _TEXT = ' class="text"'
+
+
+_NAME = re.compile(r"\d{3}\.png")
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_LARGEST = 1_000_000
+"""Most bytes of a picture."""
+
+
+def picture_in(folder: Path, name: object) -> str | None:
+    """Return the file as a data URI; None if the folder has no such picture."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        return None
+    path = folder / name
+    try:
+        content = contents(path, most=_LARGEST)
+    except OSError:
+        return None
+    if not content.startswith(_SIGNATURE):
+        return None
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"

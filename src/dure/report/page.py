@@ -29,9 +29,8 @@ from dure.report.runs import ReportedRun, ReportedRuns, WorkerTime, is_simulated
 from dure.report.seeds import groups, over_seeds
 from dure.report.servers import figures as figures_of_servers
 from dure.report.servers import parameter_servers
-from dure.report.split import divided_models
+from dure.report.split import divided_models, split_leakage_section
 from dure.report.split_figures import figures as figures_of_split
-from dure.report.split_leakage import split_leakage_section
 from dure.report.table import filter_field, table
 from dure.report.translation import (
     check_language,

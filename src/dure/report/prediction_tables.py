@@ -17,9 +17,8 @@ from typing import Any
 from dure.report.charts import JSON
 from dure.report.document import section
 from dure.report.formatting import UNKNOWN, count, escape
-from dure.report.html_fragments import swatch, table
+from dure.report.html_fragments import picture_in, swatch, table
 from dure.report.json_values import listing, mapping, rows, whole, whole_number
-from dure.report.pictures import picture_in
 from dure.report.runs import PredictionSummary, ReportedRun, ShownExample
 from dure.report.translation import translated
 

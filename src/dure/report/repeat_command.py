@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from dure.report.default_settings import COUNTS_OWN_RANKS, MESH_AXES, defaults_of
+from dure.report.document import source
 from dure.report.html_fragments import world
 from dure.report.json_values import mapping, number, text_of
 from dure.report.runs import ReportedRun
@@ -191,3 +192,25 @@ def setting_text(value: object) -> str | None:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return json.dumps(value) if isinstance(value, (bool, list)) else str(value)
+
+
+COUNTS_OWN_RANKS = ("parameter-server", "downpour")
+"""Systems whose own settings determine the number of ranks."""
+
+MESH_AXES = ("data", "pipeline", "tensor")
+"""Axes of a mesh, each with a flag of its own."""
+
+
+def defaults_of(kind: str, name: object) -> Mapping[str, Any]:
+    """Return the default settings by name; empty for a class of the user.
+
+    kind: "systems", "worlds" or "tasks".
+    """
+    found: Mapping[str, Any] = _all()[kind].get(str(name), {})
+    return found
+
+
+@cache
+def _all() -> dict[str, dict[str, Any]]:
+    content: dict[str, dict[str, Any]] = json.loads(source(__file__, "default_settings.json"))
+    return content

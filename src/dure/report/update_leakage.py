@@ -12,9 +12,8 @@ from typing import Any
 
 from dure.report.document import section
 from dure.report.formatting import UNKNOWN, count, escape, plural
-from dure.report.html_fragments import swatch, table
+from dure.report.html_fragments import picture_in, swatch, table
 from dure.report.json_values import listing, mapping, number, numbers, text_of, whole
-from dure.report.pictures import picture_in
 from dure.report.runs import AttackReport, AuditReport, ReportedRun
 from dure.report.translation import recorded, translated
 

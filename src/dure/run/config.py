@@ -20,8 +20,8 @@ from dure.memory.weight_files import digest_of
 from dure.record.run import RunFolder
 from dure.record.settings import without_sums
 from dure.run.job import Job
-from dure.run.learning import learning_of
 from dure.run.registry import encode
+from dure.run.task_checks import learning_of
 
 
 class TaskRequest(msgspec.Struct):

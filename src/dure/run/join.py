@@ -20,8 +20,8 @@ from dure.run import party_site
 from dure.run.client_site import ConnectionOptions, opened, path_of
 from dure.run.client_training import ClientTraining
 from dure.run.registry import decode_strategy
-from dure.run.sampling_checks import check_data_asks
 from dure.run.split_site import check_part, take_part
+from dure.run.task_checks import check_data_asks
 from dure.split.network.site import SiteLimits
 from dure.split.strategy import Split
 from dure.split.vertical import VerticalSplit

@@ -24,7 +24,7 @@ from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.gradient_transforms import clip, forward_context
 from dure.tasks.loss_scaling import RepeatedPasses
-from dure.tensors.finite import all_finite
+from dure.tensors.elements import all_finite
 from dure.tensors.flat import trainable_parameters
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import is_extra

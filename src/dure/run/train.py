@@ -28,7 +28,7 @@ from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
 from dure.contracts.world import World
 from dure.errors import DureError, RunFolderError, described, exit_is_a_failure, text_of
-from dure.fleet.client_world import conditions_of
+from dure.fleet.conditions import conditions_of
 from dure.machine.compiler import deferred_compiler
 from dure.machine.devices import check_device_dtypes
 from dure.machine.user_code import call_with_modules, user_modules_of
@@ -50,14 +50,19 @@ from dure.run.drive import drive
 from dure.run.early_stopping import check_early, resumed_limits
 from dure.run.hugging_face_layout import write_hugging_face_layout
 from dure.run.job import Job
-from dure.run.learning import check_can, check_learned, with_learning
 from dure.run.memory_check import check_fits, made_in_memory
 from dure.run.model_predictions import write_answers
 from dure.run.progress import bars_here
 from dure.run.rank_data import release_rank_data, task_for_checks
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
 from dure.run.run_model import RunModel, check_untrained, new_model
-from dure.run.sampling_checks import check_data_asks, check_drawn
+from dure.run.task_checks import (
+    check_can,
+    check_data_asks,
+    check_drawn,
+    check_learned,
+    with_learning,
+)
 from dure.run.track import tracker
 from dure.run.trusted_code import ReferenceGuard, remember_run
 from dure.run.validation import check_validation, with_validation

@@ -35,7 +35,7 @@ from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Partition, PartitionDescription, describe
 from dure.errors import warn
-from dure.fleet.client_world import conditions_of
+from dure.fleet.conditions import conditions_of
 from dure.parallel.pipeline.cut import CutModel
 from dure.protocol.server_context import channels_in
 from dure.settings import parse_fields

@@ -38,7 +38,7 @@ from dure.contracts.task import Task
 from dure.contracts.world import Kind, RankContext, World
 from dure.data.batches import check_batch_size
 from dure.data.examples import reader_on
-from dure.fleet.client_world import conditions_of
+from dure.fleet.conditions import conditions_of
 from dure.machine.devices import device_of_model
 from dure.parallel.optimizer_sharding import check_element_wise, check_parameter_wise
 from dure.protocol.server_context import channels_in

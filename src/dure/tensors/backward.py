@@ -48,3 +48,10 @@ def backward_from(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
             for end, gradient in pairs
         ]
     torch.autograd.backward(numbers)
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Return whether a hook sees, and may change, the gradient that autograd computes."""
+    return bool(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )

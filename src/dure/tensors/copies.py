@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from dure.tensors.hooks import has_hooks
+from dure.tensors.backward import has_hooks
 
 _ATOMS = (
     *(str, bytes, int, float, complex, type(None), type, Enum, numpy.generic),

@@ -1,6 +1,8 @@
-"""The elements of a tensor as plain memory."""
+"""The elements of a tensor as plain memory, and their check for NaN and infinity."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -21,3 +23,14 @@ def element_bytes(tensor: Tensor) -> Tensor:
     The result is a view of the tensor's memory, or a copy if the tensor has flags or gaps.
     """
     return materialised(tensor.detach()).view(-1).view(torch.uint8)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether no element is NaN or infinite.
+
+    The dot product of the tensor with itself decides in a single pass unless the product overflows.
+    """
+    flat = tensor.reshape(-1)
+    if flat.dtype in (torch.float32, torch.float64) and math.isfinite(float(torch.dot(flat, flat))):
+        return True
+    return bool(tensor.isfinite().all())

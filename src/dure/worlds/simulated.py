@@ -28,8 +28,7 @@ from torch import Tensor
 from dure.contracts.world import RankContext
 from dure.errors import TooFewClientsError
 from dure.fleet.budget import TransferBudget
-from dure.fleet.client_world import ClientWorld
-from dure.fleet.conditions import Conditions
+from dure.fleet.conditions import ClientWorld, Conditions
 from dure.fleet.server_link import ServerLink
 from dure.machine.devices import CPU, as_current, device_of
 from dure.protocol.carrier import (

@@ -11,7 +11,7 @@ from torch import Tensor
 from dure.federated.aggregate import Collects, Folds, UpdateRows, parse
 from dure.federated.server.global_model import GlobalModel
 from dure.protocol.messages import Update
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 
 UPDATES = 9
 RULES = [

@@ -13,7 +13,7 @@ from update_matrices import DIMENSIONS, SEEDS, close, combine, normal, tied
 
 from dure.federated.aggregate import Bulyan, Median, TrimmedMean, UpdateRows
 from dure.federated.aggregate.bulyan import around_the_median
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 
 MATRICES = st.sampled_from([normal, tied])
 

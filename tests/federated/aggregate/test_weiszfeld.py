@@ -14,7 +14,7 @@ from update_matrices import DIMENSIONS, SEEDS, TURN, close, combine, normal, row
 
 from dure.federated.aggregate import RFA, GeometricMedian, GeometricMedianOfMeans
 from dure.federated.aggregate.weiszfeld import coordinates, descent
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 
 Matrix = Callable[[int, int, int], torch.Tensor]
 POINTS = st.integers(1, 12)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from update_matrices import DIMENSIONS, SEEDS, TURN, close, combine, normal, tied
 
 from dure.federated.aggregate import Bucketing, Krum, Mean, Median, Mixing, TrimmedMean, clip
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 
 
 @given(st.integers(1, 9), st.integers(1, 4), DIMENSIONS, SEEDS)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dure.federated.aggregate import Aggregator, Collects, Folds, UpdateRows
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 
 TURN = RoundSeed(seed=3, number=5)
 SEEDS = st.integers(0, 10_000)

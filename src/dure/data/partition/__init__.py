@@ -27,8 +27,8 @@ from __future__ import annotations
 
 from dure.data.partition.description import PartitionDescription as PartitionDescription
 from dure.data.partition.description import describe as describe
+from dure.data.partition.partition import ClientParts as ClientParts
 from dure.data.partition.partition import Partition as Partition
-from dure.data.partition.parts import ClientParts as ClientParts
 from dure.settings import listed, read
 
 # In the order in which messages list them.

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.data.partition.partition import Partition
-from dure.data.partition.parts import ClientParts
+from dure.data.partition.partition import ClientParts, Partition
 
 MOST_HISTOGRAMS = 10_000
 """Most clients with a label histogram for each in descriptions."""

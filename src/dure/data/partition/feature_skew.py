@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from dure.data.examples import Examples
-from dure.data.partition.partition import Partition
-from dure.data.partition.parts import ClientParts, assign_parts
+from dure.data.partition.partition import ClientParts, Partition, assign_parts
 from dure.randomness.seeds import generator
 
 SAMPLE = 4_096

@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 
 from dure.data.examples import Examples
-from dure.data.partition.partition import Partition
-from dure.data.partition.parts import ClientParts, assign_parts
+from dure.data.partition.partition import ClientParts, Partition, assign_parts
 from dure.randomness.seeds import generator
 
 

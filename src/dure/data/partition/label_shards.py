@@ -11,8 +11,7 @@ from typing import ClassVar
 import torch
 
 from dure.data.examples import Examples
-from dure.data.partition.partition import Partition, required_labels
-from dure.data.partition.parts import ClientParts, assign_parts
+from dure.data.partition.partition import ClientParts, Partition, assign_parts, required_labels
 from dure.randomness.seeds import generator
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from dure.data.examples import Examples
 from dure.data.keys import keys_of, name_of, owners_of
-from dure.data.partition.partition import Partition
-from dure.data.partition.parts import ClientParts
+from dure.data.partition.partition import ClientParts, Partition
 
 
 @dataclass(frozen=True)

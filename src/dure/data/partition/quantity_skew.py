@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dure.data.examples import Examples
-from dure.data.partition.partition import Partition
-from dure.data.partition.parts import ClientParts
+from dure.data.partition.partition import ClientParts, Partition
 from dure.data.partition.skew import check_skew, shares, with_minimum
 from dure.randomness.seeds import derive
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from dure.arguments import CheckedSettings
 from dure.errors import TooFewUpdatesError
 from dure.federated.aggregate.rows import UpdateRows
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 from dure.settings import write
 
 Groups = Callable[[int, RoundSeed], list[list[int]]]

@@ -30,7 +30,7 @@ from dure.federated.aggregate.krum import scores
 from dure.federated.aggregate.median import middle
 from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.aggregate.sorting_network import sorted_rows
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 
 
 @dataclass(frozen=True)

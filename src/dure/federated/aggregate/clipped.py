@@ -29,7 +29,7 @@ from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.mean import Mean
 from dure.federated.aggregate.rows import UpdateRows, is_finite
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 
 MEAN = Mean()
 """Default inner rule of `ClippedUpdates`."""

@@ -28,7 +28,7 @@ from dure.federated.aggregate import weiszfeld
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Groups
 from dure.federated.aggregate.geometric_median import GeometricMedian
 from dure.federated.aggregate.rows import UpdateRows
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Collects
 from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.aggregate.sorting_network import sorted_rows
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Aggregator, Collects, still_broken
 from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 from dure.federated.aggregate import weiszfeld
 from dure.federated.aggregate.aggregator import Collects
 from dure.federated.aggregate.rows import UpdateRows
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.mean import finish, fold, zero
 from dure.federated.aggregate.median import Median
 from dure.federated.aggregate.rows import UpdateRows
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 
 MEDIAN = Median()
 """Default inner rule."""

@@ -35,7 +35,7 @@ from dure.federated.engines.job import ClientJob, JobResult
 from dure.federated.privacy.privacy_settings import NOTHING
 from dure.federated.server.update_validation import same_shapes
 from dure.federated.strategy import DIVIDED_MODEL_WITHOUT_EMA, Federated
-from dure.fleet.client_world import conditions_of
+from dure.fleet.conditions import conditions_of
 from dure.protocol.messages import Assignment
 
 

@@ -46,7 +46,7 @@ from dure.protocol.messages import (
     UpdateOutcomes,
 )
 from dure.randomness.secret import Secret
-from dure.tensors.finite import all_finite
+from dure.tensors.elements import all_finite
 
 if TYPE_CHECKING:
     # The module needs the extra "privacy", which runs without secure aggregation do not have.

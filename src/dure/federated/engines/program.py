@@ -38,8 +38,8 @@ from dure.federated.engines.preprocessing import Preprocessing
 from dure.federated.engines.sgd import SGD, CannotBatchError, Weights
 from dure.machine.devices import to_device
 from dure.tasks.loss_shares import CountedLoss
+from dure.tensors.backward import has_hooks
 from dure.tensors.flat import trainable_parameters
-from dure.tensors.hooks import has_hooks
 
 TRIED = 3
 """Number of examples on which a chain is compared with its model."""

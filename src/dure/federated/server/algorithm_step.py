@@ -10,7 +10,7 @@ from torch import Tensor
 from dure.federated.algorithm import Algorithm
 from dure.federated.server.update_validation import same_shapes
 from dure.protocol.messages import Update
-from dure.tensors.finite import all_finite
+from dure.tensors.elements import all_finite
 
 
 @torch.no_grad()

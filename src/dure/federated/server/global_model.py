@@ -34,7 +34,7 @@ from dure.federated.engines.products import DeferredUpdate
 from dure.federated.server.privacy_interfaces import PrivateAggregation
 from dure.federated.server.server_optimizer import ServerOptimizer, State
 from dure.protocol.messages import Update, nbytes
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 
 CustomStep = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
 """(weights, mean) -> new weights; `Algorithm.step` with the updates bound."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from dure.federated.engines.products import DeferredUpdate
 from dure.federated.server.global_model import buffer_changes
 from dure.protocol.messages import Assignment, Update
-from dure.tensors.finite import all_finite
+from dure.tensors.elements import all_finite
 
 ROUNDING = 1 + 1e-5
 """Tolerance for rounding: sums of class weights may slightly exceed the largest weight's."""

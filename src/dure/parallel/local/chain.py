@@ -29,8 +29,7 @@ from dure.errors import PlanError, described
 from dure.machine.devices import device_of_model, synchronize, to_device
 from dure.parallel.local import batch_trees
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
-from dure.tasks.modes import in_mode
-from dure.tasks.perturbed import perturbed
+from dure.tasks.modes import in_mode, perturbed
 
 WORK_OF_AN_ELEMENT = 10
 """Operations for an element of a layer's output, in addition to the counted products."""

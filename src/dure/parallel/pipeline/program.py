@@ -28,7 +28,7 @@ from dure.parallel.pipeline.split_backward import (
 )
 from dure.parallel.pipeline.trace import ModelTrace, ValueSpec, origin_of
 from dure.parallel.tensor.opaque import function_behind, is_opaque
-from dure.tensors.hooks import has_hooks
+from dure.tensors.backward import has_hooks
 
 
 @dataclass

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dure.parallel.zero.partitioned_parameters import gradient_of, set_gradient
-from dure.tensors.hooks import has_hooks
+from dure.tensors.backward import has_hooks
 
 DeferredGradients = list[Callable[[], None]]
 """Weight gradients that are still to be computed, in the order of backward."""

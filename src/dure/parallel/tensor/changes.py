@@ -37,7 +37,7 @@ from dure.parallel.tensor.io_hooks import USUAL_ARGUMENT, on_input, on_output
 from dure.parallel.tensor.opaque import is_tracing, opaque
 from dure.parallel.tensor.plan_entry import DivisionContext, Positive, ValidatedEntry
 from dure.parallel.tensor.rng import RngTracker, mark_on_shards
-from dure.tensors.hooks import has_hooks
+from dure.tensors.backward import has_hooks
 
 
 @dataclass(frozen=True)

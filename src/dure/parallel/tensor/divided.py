@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from dure.collectives.group import Group
 from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.rng import RngTracker
-from dure.tensors.hooks import has_hooks
+from dure.tensors.backward import has_hooks
 
 if TYPE_CHECKING:
     from typing_extensions import Self

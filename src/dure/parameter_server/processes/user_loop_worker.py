@@ -42,7 +42,7 @@ from dure.parameter_server.processes.worker_process import HeartbeatThread
 from dure.parameter_server.tables import split_rows
 from dure.parameter_server.worker import WorkerProtocol
 from dure.tensors.buffers import BufferNames
-from dure.tensors.finite import all_finite
+from dure.tensors.elements import all_finite
 from dure.tensors.flat import FlatParameters, by_dtype, trainable_parameters
 
 VERDICT_SECONDS = 5.0

@@ -57,7 +57,7 @@ from dure.randomness.seeds import (
     seed_generators,
 )
 from dure.tasks.loss_shares import loss_and_count
-from dure.tasks.perturbed import perturbed
+from dure.tasks.modes import perturbed
 
 TRIED = 3
 """Number of examples: odd, so that it differs from most dimensions of models."""

@@ -19,7 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from dure.privacy.per_example.clipping import trained
-from dure.tensors.hooks import has_hooks
+from dure.tensors.backward import has_hooks
 
 _EXACT = (torch.float32, torch.float64)
 

@@ -19,8 +19,7 @@ from dure.contracts.learner import StepInterrupted
 from dure.contracts.world import RankContext
 from dure.errors import RunFolderError
 from dure.fleet.budget import TransferBudget
-from dure.fleet.client_world import ClientWorld
-from dure.fleet.conditions import Conditions
+from dure.fleet.conditions import ClientWorld, Conditions
 from dure.protocol.carrier import Carrier
 from dure.protocol.messages import EvaluationRequest, EvaluationResults
 from dure.protocol.server_context import ServerContext

@@ -22,8 +22,7 @@ import torch
 from dure.contracts.world import RankContext
 from dure.errors import RunFolderError, ServeError, warn
 from dure.fleet.budget import TransferBudget
-from dure.fleet.client_world import ClientWorld
-from dure.fleet.conditions import Conditions, EngineName
+from dure.fleet.conditions import ClientWorld, Conditions, EngineName
 from dure.machine.devices import CPU, device_of, is_cpu
 from dure.machine.extras import check_extra
 from dure.protocol.carrier import Carrier

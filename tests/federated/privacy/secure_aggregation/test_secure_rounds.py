@@ -18,7 +18,7 @@ from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.privacy.secure_aggregation.contribution import Contribution
 from dure.federated.server.combining import SummedUpdates
 from dure.federated.server.server import FederatedServer
-from dure.randomness.round_seed import RoundSeed
+from dure.randomness.seeds import RoundSeed
 from small import same_bits, small_task
 
 

@@ -63,7 +63,7 @@ from dure.federated.privacy.attacks.observation import (
 )
 from dure.federated.privacy.attacks.recording import RecordedUpdate
 from dure.randomness.seeds import generator
-from dure.tensors.finite import all_finite
+from dure.tensors.elements import all_finite
 
 INVERSIONS = ("first-layer", "dlg", "geiping")
 ATTACKS = ("labels", *INVERSIONS, "membership")

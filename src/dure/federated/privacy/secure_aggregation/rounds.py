@@ -39,8 +39,8 @@ from dure.federated.server.combining import SummedUpdates
 from dure.federated.server.secure_sums import Exchange
 from dure.protocol.carrier import Draft
 from dure.protocol.messages import Assignment, ProtocolStep
-from dure.randomness.round_seed import RoundSeed
 from dure.randomness.secret import Secret
+from dure.randomness.seeds import RoundSeed
 
 IdentityKeys = Mapping[int, str]
 """Public identity key of each client, as signed by the roster's owner."""

@@ -11,8 +11,7 @@ import math
 import time
 from collections.abc import Callable
 
-from dure.protocol.evaluation_results import merge_evaluations
-from dure.protocol.messages import EvaluationResults
+from dure.protocol.messages import EvaluationResults, merge_evaluations
 from dure.wire.requests import EvaluationReport, EvaluationTask, from_json
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.events import JournalEvents
