@@ -6,7 +6,7 @@ one:
     native      torch's conv2d: oneDNN on a CPU, cuDNN on a GPU
     fused       torch's conv2d with oneDNN and NNPACK switched off: im2col in C++, and a matrix
                 product for each image
-    im2col      dure.parallel.local.convolution.conv2d_im2col: the same in a few operations of
+    im2col      dure.parallel.threads.convolution.conv2d_im2col: the same in a few operations of
                 torch, a part of the batch at a time
     whole       the same for the whole batch at once
     copies      only im2col (forward), only im2col and col2im (backward)
@@ -53,7 +53,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dure.machine.cores import available_cores
-from dure.parallel.local.convolution import col2im, conv2d_flops, conv2d_im2col, im2col, window
+from dure.parallel.threads.convolution import col2im, conv2d_flops, conv2d_im2col, im2col, window
 from dure.tasks.models import CNN, ResNet
 
 JSON = dict[str, Any]

@@ -72,13 +72,13 @@ if TYPE_CHECKING:
     )
     from dure.federated.privacy.user_level.settings import UserLevel as UserLevel
     from dure.parallel.data.strategy import DataParallel as DataParallel
-    from dure.parallel.local.hogwild import Hogwild as Hogwild
-    from dure.parallel.local.layers_per_core import LayersPerCore as LayersPerCore
-    from dure.parallel.local.single import SingleWorker as SingleWorker
     from dure.parallel.mesh.mesh import Mesh as Mesh
     from dure.parallel.mesh.pipeline import Pipeline as Pipeline
     from dure.parallel.mesh.strategy import Parallel as Parallel
     from dure.parallel.mesh.tensor_parallel import TensorParallel as TensorParallel
+    from dure.parallel.single_worker import SingleWorker as SingleWorker
+    from dure.parallel.threads.hogwild import Hogwild as Hogwild
+    from dure.parallel.threads.layers_per_core import LayersPerCore as LayersPerCore
     from dure.parallel.zero.strategy import ZeRO as ZeRO
     from dure.parameter_server.downpour import Downpour as Downpour
     from dure.parameter_server.strategy import ParameterServer as ParameterServer

@@ -53,7 +53,7 @@ TASKS: dict[str, str] = {
 # `forks` is here so that ranks can be prepared before the strategy itself is imported.
 SYSTEMS: dict[str, StrategyEntry] = {
     "single-worker": StrategyEntry(
-        "dure.parallel.local.single",
+        "dure.parallel.single_worker",
         "SingleWorker",
         "one worker: SGD; gradient descent with a full batch",
     ),
@@ -109,7 +109,7 @@ SYSTEMS: dict[str, StrategyEntry] = {
         forks=True,
     ),
     "layers-per-core": StrategyEntry(
-        "dure.parallel.local.layers_per_core",
+        "dure.parallel.threads.layers_per_core",
         "LayersPerCore",
         "a pipeline of threads, each with some of the layers",
     ),
@@ -126,7 +126,7 @@ SYSTEMS: dict[str, StrategyEntry] = {
         forks=True,
     ),
     "hogwild": StrategyEntry(
-        "dure.parallel.local.hogwild",
+        "dure.parallel.threads.hogwild",
         "Hogwild",
         "threads or processes update the same weights without locks",
     ),

@@ -17,7 +17,7 @@ from dure.contracts.stop import Stop
 from dure.errors import RunFolderError, WorkerFailedError
 from dure.federated.algorithms.fed_avg import FedAvg
 from dure.parallel.data.strategy import DataParallel
-from dure.parallel.local.single import SingleWorker
+from dure.parallel.single_worker import SingleWorker
 from dure.run.compare import _slug, _unique
 from small import same_bits, small_task, weights_of
 

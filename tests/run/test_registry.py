@@ -14,7 +14,7 @@ from dure import Mesh, Parallel, Pipeline, catalog
 from dure.data.partition import IID, Dirichlet, LabelShards, NaturalKey, QuantitySkew
 from dure.federated.algorithms.fed_avg import FedAvg
 from dure.parallel.data.strategy import DataParallel
-from dure.parallel.local.single import SingleWorker
+from dure.parallel.single_worker import SingleWorker
 from dure.parallel.zero.strategy import ZeRO
 from dure.privacy.dp_sgd import DPSGD
 from dure.run.registry import (

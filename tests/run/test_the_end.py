@@ -12,8 +12,8 @@ from torch import Tensor
 
 import dure
 from dure.contracts.strategy import Strategy
-from dure.parallel.local.single import SingleLearner
 from dure.parallel.mesh.strategy import ParallelLearner
+from dure.parallel.single_worker import SingleLearner
 from dure.parallel.zero.strategy import ZeROLearner
 from small import small_task
 

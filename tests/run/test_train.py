@@ -19,7 +19,7 @@ import dure
 from dure.contracts.stop import Stop
 from dure.errors import LossNotFiniteError, RunFolderError, WorkerFailedError
 from dure.federated.algorithms.fed_avg import FedAvg
-from dure.parallel.local.single import SingleWorker
+from dure.parallel.single_worker import SingleWorker
 from dure.run.train import _check_devices
 from small import network, same_bits, small_task, weights_of
 from written import files_in, unpacked

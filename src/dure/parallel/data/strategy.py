@@ -83,9 +83,9 @@ from dure.parallel.learner_recomputation import (
     check_recompute,
     prove_recompute,
 )
-from dure.parallel.local.replicas import COMPILES_ALONE, ReplicasLearner
-from dure.parallel.local.single import SingleLearner, check_private
 from dure.parallel.replica_consistency import ReplicaCheck
+from dure.parallel.single_worker import SingleLearner, check_private
+from dure.parallel.threads.replicas import COMPILES_ALONE, ReplicasLearner
 from dure.parallel.weight_broadcast import share_weights
 from dure.privacy import example_level
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
@@ -114,7 +114,7 @@ class DataParallel(Strategy):
         all_reduce: how gradients are summed: ring, master (through rank 0), one_shot, tree,
             halving_doubling, hierarchical, native (the backend's own), or auto, which chooses by
             size, ranks and hosts. In a world of threads the master adds them
-            (`dure.parallel.local.replicas`).
+            (`dure.parallel.threads.replicas`).
         bucket_bytes: bytes of gradients that share a message; by default dure chooses.
         overlap: all-reduces run beside backward, on a thread, start in backward and end after it
             (split-phase), or run after it; auto chooses.

@@ -52,7 +52,7 @@ from dure.parallel.learner_recomputation import (
     check_recompute,
     prove_recompute,
 )
-from dure.parallel.local.single import SingleLearner
+from dure.parallel.single_worker import SingleLearner
 from dure.parallel.zero.checks import check_settings
 from dure.parallel.zero.chunk_collectives import ALGORITHMS, Algorithm
 from dure.parallel.zero.gradient_reduction import PiggybackFields

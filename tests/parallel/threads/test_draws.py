@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils import _python_dispatch
 
 import dure
-from dure.parallel.local.thread_rng import ThreadDraws, thread_generators
+from dure.parallel.threads.thread_rng import ThreadDraws, thread_generators
 from small import FEATURES, small_task
 
 CPU = torch.device("cpu")

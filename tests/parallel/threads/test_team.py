@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dure.errors import LossNotFiniteError, WorkerFailedError
-from dure.parallel.local.worker_threads import AbandonedError, WorkerThreads
+from dure.parallel.threads.worker_threads import AbandonedError, WorkerThreads
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import dure
 from dure.collectives.group import Group
 from dure.errors import LossNotFiniteError, WorkerFailedError
-from dure.parallel.local.hogwild import share_weights
+from dure.parallel.threads.hogwild import share_weights
 from small import CLASSES, FEATURES, same_bits, small_task
 
 WORLDS = [dure.Threads(1), dure.Processes(1)]

@@ -45,9 +45,9 @@ from dure.contracts.world import Kind, RankContext, World
 from dure.data.batches import Batches, check_batch_size
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError, described, traceback_of
 from dure.machine.devices import to_cpu, to_device
-from dure.parallel.local.replicas import COMPILES_ALONE, refresh, replica
-from dure.parallel.local.single import SingleLearner
-from dure.parallel.local.worker_threads import WorkerThreads, worker_threads_at
+from dure.parallel.single_worker import SingleLearner
+from dure.parallel.threads.replicas import COMPILES_ALONE, refresh, replica
+from dure.parallel.threads.worker_threads import WorkerThreads, worker_threads_at
 from dure.randomness.seeds import seed_generators
 from dure.record.meter import Meter
 from dure.tasks.batch_norm import check_pieces

@@ -46,8 +46,9 @@ from dure.contracts.world import Kind, RankContext, World
 from dure.data.batches import check_batch_size
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
-from dure.parallel.local import batch_trees
-from dure.parallel.local.chain import (
+from dure.parallel.single_worker import SingleLearner
+from dure.parallel.threads import batch_trees
+from dure.parallel.threads.chain import (
     check_chain,
     copied,
     counted_costs,
@@ -57,10 +58,9 @@ from dure.parallel.local.chain import (
     measured_costs,
     run_layers,
 )
-from dure.parallel.local.replicas import COMPILES_ALONE
-from dure.parallel.local.single import SingleLearner
-from dure.parallel.local.thread_rng import ThreadDraws
-from dure.parallel.local.worker_threads import AbandonedError, WorkerTimeline, worker_threads_at
+from dure.parallel.threads.replicas import COMPILES_ALONE
+from dure.parallel.threads.thread_rng import ThreadDraws
+from dure.parallel.threads.worker_threads import AbandonedError, WorkerTimeline, worker_threads_at
 from dure.randomness.seeds import derive
 from dure.record.meter import Meter
 from dure.tasks.batch_norm import check_pieces

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import dure
 from dure.contracts.fresh_model import seeded_model
 from dure.data.examples import Examples
-from dure.parallel.local.chain import (
+from dure.parallel.threads.chain import (
     check_chain,
     counted_costs,
     divided_layers,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.errors import LossNotFiniteError, WorkerFailedError
-from dure.parallel.local.replicas import elements_with_master, refresh, replica
+from dure.parallel.threads.replicas import elements_with_master, refresh, replica
 from dure.run.registry import decode_strategy
 from small import CLASSES, EXAMPLES, FEATURES, examples, largest_difference, same_bits, small_task
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from dure.parallel.local.convolution import col2im, conv2d_flops, conv2d_im2col, im2col, window
+from dure.parallel.threads.convolution import col2im, conv2d_flops, conv2d_im2col, im2col, window
 
 SIZES = st.tuples(st.integers(1, 9), st.integers(1, 9))
 SMALL = st.tuples(st.integers(1, 4), st.integers(1, 4))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.parallel.local import batch_trees
+from dure.parallel.threads import batch_trees
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5))

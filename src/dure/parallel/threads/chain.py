@@ -27,7 +27,7 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import PlanError, described
 from dure.machine.devices import device_of_model, synchronize, to_device
-from dure.parallel.local import batch_trees
+from dure.parallel.threads import batch_trees
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.modes import in_mode, perturbed
 

@@ -44,12 +44,12 @@ from dure.contracts.task import Task
 from dure.contracts.world import RankContext
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
-from dure.parallel.local import batch_trees
-from dure.parallel.local.chain import copied
-from dure.parallel.local.single import SingleLearner
-from dure.parallel.local.thread_rng import ThreadDraws
-from dure.parallel.local.worker_threads import WorkerTimeline, worker_threads_at
 from dure.parallel.replica_consistency import MutationGuard
+from dure.parallel.single_worker import SingleLearner
+from dure.parallel.threads import batch_trees
+from dure.parallel.threads.chain import copied
+from dure.parallel.threads.thread_rng import ThreadDraws
+from dure.parallel.threads.worker_threads import WorkerTimeline, worker_threads_at
 from dure.randomness.seeds import derive
 from dure.record.meter import Meter
 from dure.tasks.flops import flops_per_step

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import dure
 from dure.contracts.world import RankContext
 from dure.errors import LossNotFiniteError, WorkerFailedError
-from dure.parallel.local.layers_per_core import LayersPerCoreLearner, elements_between_stages
+from dure.parallel.threads.layers_per_core import LayersPerCoreLearner, elements_between_stages
 from small import CLASSES, EXAMPLES, FEATURES, largest_difference, same_bits, small_task
 
 STOP = dure.Stop(epochs=2)

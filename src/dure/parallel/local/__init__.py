@@ -1,1 +1,0 @@
-"""Training of a model on the cores and devices of a single process."""

@@ -1,0 +1,1 @@
+"""Training of one model by worker threads, or by processes that share its weights."""
