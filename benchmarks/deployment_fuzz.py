@@ -4,7 +4,7 @@
 
 Prints JSON: answers by their status, the server's errors (5xx), states that a refused request has
 changed, and the memory of the process before and after. The requests are those of the tests
-(tests/worlds/network/fuzzed.py), drawn by hypothesis.
+(tests/deploy/fuzzed.py), drawn by hypothesis.
 """
 
 from __future__ import annotations

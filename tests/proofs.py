@@ -227,35 +227,35 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "test_two_ranks_are_one_client[lightning]",
         "test_ranks_that_go_on_over_rounds_are_one_client[keep]",
     ),
-    "worlds/network/test_audited.py": (
+    "deploy/test_audited.py": (
         "test_every_message_that_left_has_its_line_and_every_line_its_message[parallel]",
         "test_every_message_that_left_has_its_line_and_every_line_its_message[split, through",
     ),
-    "worlds/network/test_bad_links.py": (
+    "deploy/test_bad_links.py": (
         "test_a_run_over_bad_links_has_the_bits_of_one_over_good_ones[plain]",
     ),
-    "worlds/network/test_deployed_bits.py": (
+    "deploy/test_deployed_bits.py": (
         "test_a_deployed_federation_has_the_bits_of_the_simulation[Byzantine GD]",
         "test_a_deployed_federation_has_the_bits_of_the_simulation[Ditto]",
         "test_a_deployed_federation_has_the_bits_of_the_simulation[FedAdam]",
         "test_a_deployed_federation_has_the_bits_of_the_simulation[FedAvg with batch norm",
         "test_a_deployed_federation_has_the_bits_of_the_simulation[FedAvg with weights of classes]",
     ),
-    "worlds/network/test_held_killed.py": (
+    "deploy/test_held_killed.py": (
         "test_a_server_that_is_killed_uses_each_sum_once[after_the_event]",
     ),
-    "worlds/network/test_killed.py": (
+    "deploy/test_killed.py": (
         "test_a_server_that_is_killed_goes_on_with_the_same_bits[SCAFFOLD]",
         "test_clients_that_are_killed_go_on_with_the_same_bits[SCAFFOLD]",
     ),
-    "worlds/network/test_replayed.py": (
+    "deploy/test_replayed.py": (
         "test_a_recorded_run_has_the_same_bits_when_it_is_replayed[FedBuff]",
     ),
-    "worlds/network/test_secure_killed.py": (
+    "deploy/test_secure_killed.py": (
         "test_a_server_that_is_killed_finishes_the_sum[before_any_has_unmasked]",
         "test_a_server_that_is_killed_finishes_the_sum[once_all_have_unmasked]",
     ),
-    "worlds/network/test_split_deployed.py": (
+    "deploy/test_split_deployed.py": (
         "test_a_server_that_is_killed_goes_on_with_the_turn_after[strategy1]",
         "test_deployed_split_learning_has_the_bits_of_the_simulation[in turn]",
         "test_the_round_goes_on_without_a_client_that_never_takes_over",

@@ -10,15 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from dure.deploy.client.channel import Channel
+from dure.deploy.server.access import AccessControl
+from dure.deploy.server.channels import NetworkChannels
+from dure.deploy.server.register import FILE, Register
+from dure.deploy.server.server_metrics import ServerMetrics
+from dure.deploy.server.serving import HttpServer
+from dure.deploy.server.sessions import ServedRun
 from dure.wire.requests import Machine, TaskDescription
 from dure.wire.signatures import Key, Signer
-from dure.worlds.network.client.channel import Channel
-from dure.worlds.network.server.access import AccessControl
-from dure.worlds.network.server.channels import NetworkChannels
-from dure.worlds.network.server.register import FILE, Register
-from dure.worlds.network.server.server_metrics import ServerMetrics
-from dure.worlds.network.server.serving import HttpServer
-from dure.worlds.network.server.sessions import ServedRun
 
 PLACES = 2
 SECONDS = 60.0

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dure.cli.main import main
-from dure.worlds.network.client import policy
-from dure.worlds.network.client.policy import Policy
+from dure.deploy.client import policy
+from dure.deploy.client.policy import Policy
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -33,7 +33,7 @@ LAYERS = [
     {"tasks"},
     {"privacy"},
     {"worlds", "parallel", "averaging", "federated", "parameter_server", "split"},
-    {"report", "drawing"},
+    {"deploy", "report", "drawing"},
     {"run", "bench"},
     {"trainers"},
     {"cli"},

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import dure
-from dure.worlds.network import updates
-from dure.worlds.network.server import carrier
+from dure.deploy import updates
+from dure.deploy.server import carrier
 
 TENSORS = 8
 

@@ -17,8 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dure.deploy.client.loop import ClientLoop, TrainedAssignment
+from dure.deploy.client.session import Session
+from dure.deploy.client.site import ConnectionOptions, context_for
+from dure.deploy.client.state import ClientState
 from dure.protocol.messages import ProtocolAnswer, ProtocolStep
-from dure.run.client_site import ConnectionOptions, context_for
 from dure.run.join import join
 from dure.wire.requests import (
     VERSION,
@@ -33,9 +36,6 @@ from dure.wire.requests import (
     Welcome,
 )
 from dure.wire.tensors import digest_of, forms_of, size_of
-from dure.worlds.network.client.loop import ClientLoop, TrainedAssignment
-from dure.worlds.network.client.session import Session
-from dure.worlds.network.client.state import ClientState
 
 
 def say(what: str, about: Mapping[str, object]) -> None:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from dure.data.sampling import class_weights as class_weights
     from dure.data.shards import Shards as Shards
     from dure.data.streams import StreamExamples as StreamExamples
+    from dure.deploy.world import Network as Network
     from dure.errors import StopRun as StopRun
     from dure.federated.algorithms.byzantine import ByzantineGD as ByzantineGD
     from dure.federated.algorithms.ditto import Ditto as Ditto
@@ -111,7 +112,6 @@ if TYPE_CHECKING:
     from dure.tasks.parts import TailTask as TailTask
     from dure.tasks.parts import joined as joined
     from dure.trainers.simulate import simulate as simulate
-    from dure.worlds.network.world import Network as Network
     from dure.worlds.processes.world import Processes as Processes
     from dure.worlds.simulated import Simulated as Simulated
     from dure.worlds.threads import Threads as Threads

@@ -390,7 +390,7 @@ WORLDS: dict[str, WorldEntry] = {
         call="Simulated()",
     ),
     "network": WorldEntry(
-        "dure.worlds.network.world",
+        "dure.deploy.world",
         "Network",
         "a federation whose clients connect to this server over a network",
         lives="clients",

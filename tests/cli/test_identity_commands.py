@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dure.cli.main import main
+from dure.deploy.server.register import FILE, Register
 from dure.wire.certificates import client_context, server_context
-from dure.worlds.network.server.register import FILE, Register
 
 
 @pytest.fixture

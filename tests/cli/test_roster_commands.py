@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from dure.cli.main import main
+from dure.deploy.client.state import ClientState
 from dure.wire.members import fingerprint
 from dure.wire.owners_roster import OwnersRoster
 from dure.wire.signatures import Key
-from dure.worlds.network.client.state import ClientState
 
 
 @pytest.fixture

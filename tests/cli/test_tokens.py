@@ -12,8 +12,8 @@ import pytest
 
 from dure.cli.main import main
 from dure.cli.network import token_of
+from dure.deploy.client.site import ConnectionOptions
 from dure.run import join as joining
-from dure.run.client_site import ConnectionOptions
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 

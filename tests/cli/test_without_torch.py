@@ -14,7 +14,7 @@ from dure.record.seal import sha256_of
 from dure.record.settings import config_digest, canonical_json, with_sums
 from dure.run.lineage import signed
 from dure.wire.signatures import Key
-from dure.worlds.network.server.register import FILE, Register
+from dure.deploy.server.register import FILE, Register
 
 run = Path("run")
 run.mkdir()

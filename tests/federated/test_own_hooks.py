@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import dure
 from dure.contracts.fresh_model import seeded_model
 from dure.data.batches import Batches
+from dure.deploy.server.model_streams import ModelStreams
 from dure.errors import WorkerFailedError
 from dure.federated.algorithm import Algorithm, AlgorithmInputs, ClientMemory
 from dure.federated.engines.job import ClientJob, JobResult, Reference
@@ -29,7 +30,6 @@ from dure.federated.server.update_validation import invalid_reason
 from dure.protocol.messages import Assignment, Update
 from dure.wire.layout import FederationSpec, ModelLayout
 from dure.wire.requests import UploadRequest
-from dure.worlds.network.server.model_streams import ModelStreams
 from small import same_bits, small_task, weights_of
 
 LR = 0.3

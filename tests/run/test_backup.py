@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import dure
+from dure.deploy.server.register import FILE, Register
 from dure.errors import RunFolderError, RunFolderWriteError
 from dure.run import backup as module
-from dure.worlds.network.server.register import FILE, Register
 from small import small_task
 
 

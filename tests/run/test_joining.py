@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 import dure
+from dure.deploy.client.site import ConnectionOptions
+from dure.deploy.server.outbox import GRACE
+from dure.deploy.server.register import FILE, Register
 from dure.errors import DureError
-from dure.run.client_site import ConnectionOptions
 from dure.run.join import check
-from dure.worlds.network.server.outbox import GRACE
-from dure.worlds.network.server.register import FILE, Register
 from small import CLASSES, FEATURES, examples, network, same_bits, small_task
 
 SECONDS = 60.0

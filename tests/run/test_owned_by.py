@@ -13,15 +13,15 @@ import pytest
 from msgspec.structs import replace
 
 import dure
+from dure.deploy.client.site import ClientSite, ConnectionOptions, opened
+from dure.deploy.client.state import own_key
 from dure.errors import DureError, PolicyError, ServeError
 from dure.run.client import _check_protects_nothing
-from dure.run.client_site import ClientSite, ConnectionOptions, opened
 from dure.run.join import check
 from dure.wire.members import fingerprint
 from dure.wire.owners_roster import FILE, Listed, OwnersRoster, PinnedOwnersRoster, _signed
 from dure.wire.requests import Machine, TaskDescription, Welcome
 from dure.wire.signatures import Key
-from dure.worlds.network.client.state import own_key
 from small import small_task
 
 OWNER = Key.make()

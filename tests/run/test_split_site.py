@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from dure.deploy.client.split_site import take_part
 from dure.errors import StateError, WorkerFailedError
-from dure.run.split_site import take_part
 from dure.split.blame import InvalidMessageError
 from dure.split.network.control import ClientFailed
 from dure.split.network.frames import decode

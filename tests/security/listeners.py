@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
+from dure.deploy.clock import FederationClock
+from dure.deploy.journal import Journal
+from dure.deploy.server.access import AccessControl
+from dure.deploy.server.channels import NetworkChannels
+from dure.deploy.server.outbox import ClientOutbox
+from dure.deploy.server.register import FILE, Register
+from dure.deploy.server.server_metrics import ServerMetrics
+from dure.deploy.server.serving import HttpServer
+from dure.deploy.server.sessions import ServedRun
+from dure.deploy.server.status import Status, load_or_create_token
 from dure.parameter_server.processes.frames import HEAD, MOST_HEADER
 from dure.wire.requests import Machine, TaskDescription
 from dure.wire.signatures import Key
-from dure.worlds.network.clock import FederationClock
-from dure.worlds.network.journal import Journal
-from dure.worlds.network.server.access import AccessControl
-from dure.worlds.network.server.channels import NetworkChannels
-from dure.worlds.network.server.outbox import ClientOutbox
-from dure.worlds.network.server.register import FILE, Register
-from dure.worlds.network.server.server_metrics import ServerMetrics
-from dure.worlds.network.server.serving import HttpServer
-from dure.worlds.network.server.sessions import ServedRun
-from dure.worlds.network.server.status import Status, load_or_create_token
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "worlds" / "network"))
 from fuzzed import answer_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import dure
-from dure.run.split_site import _site
+from dure.deploy.client.split_site import _site
 from dure.split.messages import Gradients, Smashed, Turn
 from dure.split.network.control import RosterMembers
 from dure.split.network.frames import decode

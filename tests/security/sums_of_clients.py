@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dure.deploy.client.state import ClientState
+from dure.deploy.client.stored_spent_models import StoredSpentModels
 from dure.federated.client.pending_updates import PendingUpdates
 from dure.federated.privacy.secure_aggregation.cohort import SumContext, bounds
 from dure.federated.privacy.secure_aggregation.messages import TooFewError
@@ -20,8 +22,6 @@ from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.protocol.messages import Assignment, ProtocolStep, Update
 from dure.randomness.secret import Secret
 from dure.wire.signatures import Key
-from dure.worlds.network.client.state import ClientState
-from dure.worlds.network.client.stored_spent_models import StoredSpentModels
 
 D = 6
 SETTINGS = SecureAggregation()

@@ -15,8 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from dure.deploy.client.agreement import AgreedRun, AgreementChecks
+from dure.deploy.client.audit import AuditLog
+from dure.deploy.client.evaluations import EvaluationBound
+from dure.deploy.client.link import HttpAnswer
+from dure.deploy.client.policy import Policy
+from dure.deploy.client.quota import Quota
+from dure.deploy.client.session import Session
+from dure.deploy.client.site import ClientSite, ConnectionOptions
+from dure.deploy.client.state import ClientState, FolderOwner
 from dure.errors import PolicyError
-from dure.run.client_site import ClientSite, ConnectionOptions
 from dure.run.client_training import ClientTraining
 from dure.wire.requests import (
     CheckIn,
@@ -29,14 +37,6 @@ from dure.wire.requests import (
     Welcome,
     to_json,
 )
-from dure.worlds.network.client.agreement import AgreedRun, AgreementChecks
-from dure.worlds.network.client.audit import AuditLog
-from dure.worlds.network.client.evaluations import EvaluationBound
-from dure.worlds.network.client.link import HttpAnswer
-from dure.worlds.network.client.policy import Policy
-from dure.worlds.network.client.quota import Quota
-from dure.worlds.network.client.session import Session
-from dure.worlds.network.client.state import ClientState, FolderOwner
 from small import small_task
 
 DIGEST = "ab" * 32

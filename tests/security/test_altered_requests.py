@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.worlds.network.server.access import AccessControl
-from dure.worlds.network.server.rate_limits import RateLimits
+from dure.deploy.server.access import AccessControl
+from dure.deploy.server.rate_limits import RateLimits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "worlds" / "network"))
 from fuzzed import DIGEST, STREAM, TICKET, Request, Target

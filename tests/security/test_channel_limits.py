@@ -18,18 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from websockets.sync.server import serve
 
-from dure.protocol.channels import ClientConnected, ClientDisconnected, ClientFrame
-from dure.wire.signatures import NONCE, Signer, digest_of
-from dure.worlds.network.client.link import BusyError, RefusedError
-from dure.worlds.network.client.websocket import MOST_FIRST, ClosedError, WebSocket
-from dure.worlds.network.frame_limits import (
+from dure.deploy.client.link import BusyError, RefusedError
+from dure.deploy.client.websocket import MOST_FIRST, ClosedError, WebSocket
+from dure.deploy.frame_limits import (
     MOST_CONTROL,
     FrameLimitError,
     FrameLimits,
 )
-from dure.worlds.network.server import channels as module
-from dure.worlds.network.server.channels import MOST_GREETING
-from dure.worlds.network.server.websocket import MOST_FIRST as ROOM
+from dure.deploy.server import channels as module
+from dure.deploy.server.channels import MOST_GREETING
+from dure.deploy.server.websocket import MOST_FIRST as ROOM
+from dure.protocol.channels import ClientConnected, ClientDisconnected, ClientFrame
+from dure.wire.signatures import NONCE, Signer, digest_of
 from served_channels import SECONDS, client, events, opened, served_channels
 
 BINARY, CONTINUATION, PING = 2, 0, 9

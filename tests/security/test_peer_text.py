@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from dure.cli.client_display import in_words
 from dure.cli.federation_view import FederationView
+from dure.deploy.client.link import refusal_reason
+from dure.deploy.server.log_lines import JsonLines, as_json
+from dure.deploy.server.register import EnrolError, clean_name
 from dure.peer_text import MOST_REASON, one_line, printable
 from dure.report import document
 from dure.report.formatting import escape
 from dure.wire.boxes import check_name
 from dure.wire.requests import Refusal, to_json
-from dure.worlds.network.client.link import refusal_reason
-from dure.worlds.network.server.log_lines import JsonLines, as_json
-from dure.worlds.network.server.register import EnrolError, clean_name
 
 EVIL = [
     "\x1b]0;title\x07",

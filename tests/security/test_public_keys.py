@@ -10,6 +10,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dure.deploy.client.policy import Policy
+from dure.deploy.server.access import AccessControl, RequestRefused
+from dure.deploy.server.register import Register
 from dure.federated.privacy.secure_aggregation.agreement import AgreementError, KeyPair, agree
 from dure.run import lineage
 from dure.wire import hpke
@@ -29,9 +32,6 @@ from dure.wire.signatures import (
     is_proven,
     is_signed,
 )
-from dure.worlds.network.client.policy import Policy
-from dure.worlds.network.server.access import AccessControl, RequestRefused
-from dure.worlds.network.server.register import Register
 
 P = 2**255 - 19
 D = -121665 * pow(121666, -1, P) % P

@@ -12,6 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dure.deploy.client.link import HttpAnswer, HttpLink, UnfitMessageError
+from dure.deploy.client.session import Session
+from dure.deploy.client.state import ClientState
 from dure.wire.requests import (
     CheckIn,
     Enrol,
@@ -35,9 +38,6 @@ from dure.wire.requests import (
     Welcome,
     from_json,
 )
-from dure.worlds.network.client.link import HttpAnswer, HttpLink, UnfitMessageError
-from dure.worlds.network.client.session import Session
-from dure.worlds.network.client.state import ClientState
 
 TRAINS = {"forms": {"w": ["float32", [3, 2]]}, "frozen": "ab" * 32, "frozen_bytes": 8}
 MACHINE = {"torch": "2.13", "capability": "AVX2", "engine": "loop", "threads": 2}

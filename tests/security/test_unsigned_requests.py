@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from dure.worlds.network.server import serving
-from dure.worlds.network.server.access import AccessControl, RequestRefused
-from dure.worlds.network.server.concurrency_limits import (
+from dure.deploy.server import serving
+from dure.deploy.server.access import AccessControl, RequestRefused
+from dure.deploy.server.concurrency_limits import (
     MOST_OF_ADDRESS,
     MOST_OF_CLIENT,
     ConcurrencyLimits,
 )
-from dure.worlds.network.server.log_rate_limit import MOST_LINES
+from dure.deploy.server.log_rate_limit import MOST_LINES
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "worlds" / "network"))

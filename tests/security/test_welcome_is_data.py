@@ -19,9 +19,13 @@ from hypothesis import strategies as st
 
 import dure
 from dure import catalog, references
+from dure.deploy.client.agreement import ServerChecks
+from dure.deploy.client.policy import Policy
+from dure.deploy.client.session import Session
+from dure.deploy.client.site import ClientReferences, ClientSite, ConnectionOptions
+from dure.deploy.client.state import ClientState
 from dure.errors import DureError, PolicyError, RunFolderError
 from dure.run import join as joining
-from dure.run.client_site import ClientReferences, ClientSite, ConnectionOptions
 from dure.run.config import RunRequest, TaskRequest
 from dure.run.registry import decode_strategy, decode_world, encode, strategy_class, world_class
 from dure.run.train import reload_run
@@ -29,10 +33,6 @@ from dure.run.trusted_code import ReferenceGuard
 from dure.tasks.builtin import load_task
 from dure.wire.requests import Machine, TaskDescription, Welcome
 from dure.wire.signatures import Key
-from dure.worlds.network.client.agreement import ServerChecks
-from dure.worlds.network.client.policy import Policy
-from dure.worlds.network.client.session import Session
-from dure.worlds.network.client.state import ClientState
 from small import small_task
 
 CODE = """

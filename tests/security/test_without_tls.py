@@ -11,10 +11,10 @@ import pytest
 import dure
 from dure.cli.main import main
 from dure.cli.network import JoinInstructions
-from dure.run.client_site import ConnectionOptions, opened
+from dure.deploy.client import session
+from dure.deploy.client.site import ConnectionOptions, opened
+from dure.deploy.world import Network
 from dure.wire.loopback import is_loopback
-from dure.worlds.network.client import session
-from dure.worlds.network.world import Network
 from small import small_task
 
 HERE = ["localhost", "127.0.0.1", "127.8.9.10", "::1"]

@@ -85,7 +85,7 @@ def main(given: list[str]) -> int:
 
 def _log(name: str) -> int:
     # Imported late, because it loads torch.
-    from dure.worlds.network.client.audit import verify
+    from dure.deploy.client.audit import verify
 
     chain = verify(Path(name))
     print(

@@ -14,7 +14,7 @@ from dure.cli.flags import names_before_flags, parse_flags
 from dure.errors import suggestion
 
 if TYPE_CHECKING:
-    from dure.worlds.network.server.register import Register
+    from dure.deploy.server.register import Register
 
 USAGE = """\
 dure clients invite RUN          print a token with which one client can enrol, once
@@ -77,7 +77,7 @@ def main(given: list[str]) -> int:
     how = parse_flags(prog, {"how": command.options}, flags, command.description)["how"]
     if len(names) != len(command.operands.split()):
         raise ValueError(f"{prog}: give {command.operands} and nothing else before the options")
-    from dure.worlds.network.server.register import FILE, Register
+    from dure.deploy.server.register import FILE, Register
 
     with Register(Path(names[0]) / FILE) as register:
         command.run(register, names[1:], how)

@@ -87,10 +87,10 @@ def serve(given: list[str]) -> int:
             "--keep-updates stores clients' updates with the examples of their training: only "
             "simulations can (dure train), not a server"
         )
+    from dure.deploy.world import Network
     from dure.run.registry import strategy_class
     from dure.run.train import train
     from dure.tasks.builtin import load_task
-    from dure.worlds.network.world import Network
 
     kind = strategy_class(system)
     if kind.traits.kind != "clients":
@@ -275,9 +275,9 @@ def join(given: list[str]) -> int:
     check_names(reference, [])
     from dure.cli.client_display import ClientDisplay
     from dure.cli.network import token_of
+    from dure.deploy.client.site import ConnectionOptions
     from dure.peer_text import printable
     from dure.run import join as joins
-    from dure.run.client_site import ConnectionOptions
     from dure.tasks.builtin import load_task
 
     parts = {"task": options_of_task(reference), "reach": ConnectionOptions, "how": JoinOptions}

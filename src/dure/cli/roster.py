@@ -87,7 +87,7 @@ def main(given: list[str]) -> int:
 
 
 def _key(names: list[str], how: KeyOptions) -> None:
-    from dure.worlds.network.client.state import own_key
+    from dure.deploy.client.state import own_key
 
     _print_key(own_key(how.state).public)
 

@@ -17,16 +17,16 @@ import stat
 from contextlib import closing, suppress
 from pathlib import Path
 
+from dure.deploy.journal import events_in
+from dure.deploy.server.model_digests import FILE as MODELS
+from dure.deploy.server.model_digests import ModelDigests
+from dure.deploy.updates import Updates
 from dure.errors import DamagedUpdateError, RunFolderError
 from dure.record.checkpoint_files import newest
 from dure.record.disk import disk_errors
 from dure.record.run_files import check_run, read_config
 from dure.record.untrusted_files import UnfitFileError, check_file, opened
 from dure.wire.requests import UploadRequest, from_json
-from dure.worlds.network.journal import events_in
-from dure.worlds.network.server.model_digests import FILE as MODELS
-from dure.worlds.network.server.model_digests import ModelDigests
-from dure.worlds.network.updates import Updates
 
 ATTEMPTS = 20
 """Attempts to copy, each repeated if a checkpoint was written meanwhile."""

@@ -24,12 +24,12 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from dure.deploy.client.link import RefusedError, StoppedError
+from dure.deploy.client.site import ConnectionOptions, opened, path_of, privacy_of
 from dure.errors import PolicyError
-from dure.run.client_site import ConnectionOptions, opened, path_of, privacy_of
 from dure.wire.layout import is_extra
 from dure.wire.requests import VERSION, CheckIn, Train, TrainingFailure, UploadRequest, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
-from dure.worlds.network.client.link import RefusedError, StoppedError
 
 
 class Client:

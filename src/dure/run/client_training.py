@@ -21,6 +21,10 @@ from torch import Tensor, nn
 from dure.contracts.fresh_model import examples_for, seeded_model, unused_copy
 from dure.contracts.task import Task
 from dure.data.bad_values import bad_values
+from dure.deploy.client.evaluations import EvaluationBound
+from dure.deploy.client.loop import TrainedAssignment
+from dure.deploy.client.policy import Policy
+from dure.deploy.client.session import NotWantedError, Session
 from dure.errors import PolicyError
 from dure.federated.builders import build_client, message_layout
 from dure.federated.client.clients import FederatedClients
@@ -70,10 +74,6 @@ from dure.wire.requests import (
     Welcome,
 )
 from dure.wire.tensors import TensorSpec, digest_of, forms_of, size_of
-from dure.worlds.network.client.evaluations import EvaluationBound
-from dure.worlds.network.client.loop import TrainedAssignment
-from dure.worlds.network.client.policy import Policy
-from dure.worlds.network.client.session import NotWantedError, Session
 
 ENGINE: EngineName = "loop"
 """Engine of clients on a network."""

@@ -12,24 +12,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from dure.contracts.task import Task
+from dure.deploy.client import party_site
+from dure.deploy.client.evaluations import EvaluationBound
+from dure.deploy.client.link import StoppedError
+from dure.deploy.client.loop import ClientLoop
+from dure.deploy.client.site import ConnectionOptions, opened, path_of
+from dure.deploy.client.split_site import check_part, take_part
+from dure.deploy.client.stored_spent_models import StoredSpentModels
 from dure.federated.protections import SecureClientContext
 from dure.machine.compiler import deferred_compiler
 from dure.machine.devices import to_cpu
 from dure.machine.threads import threads
-from dure.run import party_site
-from dure.run.client_site import ConnectionOptions, opened, path_of
 from dure.run.client_training import ClientTraining
 from dure.run.registry import decode_strategy
-from dure.run.split_site import check_part, take_part
 from dure.run.task_checks import check_data_asks
 from dure.split.network.site import SiteLimits
 from dure.split.strategy import Split
 from dure.split.vertical import VerticalSplit
 from dure.tensors.frozen import frozen_of
-from dure.worlds.network.client.evaluations import EvaluationBound
-from dure.worlds.network.client.link import StoppedError
-from dure.worlds.network.client.loop import ClientLoop
-from dure.worlds.network.client.stored_spent_models import StoredSpentModels
 
 CHECK_SECONDS = 10.0
 """Seconds for which a check retries an unreachable server."""
@@ -66,19 +66,19 @@ def join(
     Args:
         url: address of the server.
         task: the task with this site's own examples.
-        name: as in `dure.run.client_site.ConnectionOptions`.
-        state: as in `dure.run.client_site.ConnectionOptions`.
-        part: as in `dure.run.client_site.ConnectionOptions`.
-        token: as in `dure.run.client_site.ConnectionOptions`.
-        authority: as in `dure.run.client_site.ConnectionOptions`.
-        certificate: as in `dure.run.client_site.ConnectionOptions`.
+        name: as in `dure.deploy.client.site.ConnectionOptions`.
+        state: as in `dure.deploy.client.site.ConnectionOptions`.
+        part: as in `dure.deploy.client.site.ConnectionOptions`.
+        token: as in `dure.deploy.client.site.ConnectionOptions`.
+        authority: as in `dure.deploy.client.site.ConnectionOptions`.
+        certificate: as in `dure.deploy.client.site.ConnectionOptions`.
         approve: consent to the served run, if policy.toml requires consent.
-        give_up: as in `dure.run.client_site.ConnectionOptions`.
-        identities: as in `dure.run.client_site.ConnectionOptions`.
-        owner: as in `dure.run.client_site.ConnectionOptions`.
-        insecure: as in `dure.run.client_site.ConnectionOptions`.
-        rules: as in `dure.run.client_site.ConnectionOptions`.
-        device: as in `dure.run.client_site.ConnectionOptions`.
+        give_up: as in `dure.deploy.client.site.ConnectionOptions`.
+        identities: as in `dure.deploy.client.site.ConnectionOptions`.
+        owner: as in `dure.deploy.client.site.ConnectionOptions`.
+        insecure: as in `dure.deploy.client.site.ConnectionOptions`.
+        rules: as in `dure.deploy.client.site.ConnectionOptions`.
+        device: as in `dure.deploy.client.site.ConnectionOptions`.
         stop: event that ends the client when it is set.
         on_progress: receives events, such as ("training", {"round": 3}).
 

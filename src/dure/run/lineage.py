@@ -18,12 +18,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dure.deploy.server.model_digests import FILE as MODELS
 from dure.errors import LineageError, RunFolderError
 from dure.record.run_files import read_json
 from dure.record.seal import sha256_of
 from dure.record.settings import canonical_json, config_digest
 from dure.record.untrusted_files import contents
-from dure.worlds.network.server.model_digests import FILE as MODELS
 
 if TYPE_CHECKING:
     from dure.protocol.server_context import SigningKey

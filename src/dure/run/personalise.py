@@ -16,6 +16,7 @@ from dure.collectives.group import Group
 from dure.contracts.fresh_model import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.batches import batches_per_epoch, check_batch_size
+from dure.deploy.client.state import ClientState
 from dure.errors import RunFolderError
 from dure.machine.compiler import deferred_compiler
 from dure.machine.devices import device_of_model, to_device
@@ -28,7 +29,6 @@ from dure.tensors.elements import all_finite
 from dure.tensors.flat import trainable_parameters
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import is_extra
-from dure.worlds.network.client.state import ClientState
 
 
 class PersonalisationResult(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
+from dure.deploy.replay import Replay
 from dure.errors import RunFolderError
 from dure.record.checkpoint import stored
 from dure.record.run import RunFolder, trained_weights
@@ -20,7 +21,6 @@ from dure.run.lineage import verify
 from dure.run.train import prepare, reload_run, run_job
 from dure.run.trusted_code import ReferenceGuard
 from dure.wire.tensors import digest_of
-from dure.worlds.network.replay import Replay
 
 
 class ReplayResult(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
+from dure.deploy.world import Network
 from dure.record.run import Run
 from dure.run.train import Progress, train
-from dure.worlds.network.world import Network
 
 
 def _ignore(event: dict[str, Any]) -> None:

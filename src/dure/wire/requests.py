@@ -25,7 +25,7 @@ No body contains code. Since the receiver acts on every number, the type of each
 range, and `from_json` refuses a body with a value out of range before any action. Constraints
 between values (the number of a client below the number of clients) are checked too. The receiver
 checks the constraints that only it knows (the owner of an assignment id, the size of an update, the
-site's policy): `worlds.network.client.agreement`, `worlds.network.server`.
+site's policy): `deploy.client.agreement`, `deploy.server`.
 """
 
 from __future__ import annotations

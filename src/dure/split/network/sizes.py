@@ -6,7 +6,7 @@
                            of an optimizer
     anything else          `MARGIN`
 
-The limit is enforced before a byte of a message is stored (`dure.worlds.network.frame_limits`).
+The limit is enforced before a byte of a message is stored (`dure.deploy.frame_limits`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     spend     record that it has; the answer must not leave before `spend` returns
     answered  the recorded answer to a repeated question
 
-`dure.worlds.network.client.spent_models` has the list on disk, for clients on separate machines.
+`dure.deploy.client.spent_models` has the list on disk, for clients on separate machines.
 The list here is in memory: for a simulation, whose clients trust each other, and for a client
 without a folder. An identity has a single list in a process; a client whose identity outlives the
 process needs a list that outlives the process as well.

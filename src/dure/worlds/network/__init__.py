@@ -1,1 +1,0 @@
-"""Federation over a network: a server, and clients that join and leave at any time."""
