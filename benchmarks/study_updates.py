@@ -33,9 +33,9 @@ from outcome import give, takes_result
 
 import dure
 from dure.collectives.compression import parse
-from dure.federated.privacy.attacks.changes import UpdateChange
-from dure.federated.privacy.attacks.examine import AttackResult, Examination, Examiner
-from dure.federated.privacy.attacks.recording import RecordedUpdate, read_updates
+from dure.federated.attacks.changes import UpdateChange
+from dure.federated.attacks.examine import AttackResult, Examination, Examiner
+from dure.federated.attacks.recording import RecordedUpdate, read_updates
 from dure.record.png import strip
 from dure.run.audit import canary_epsilon
 

@@ -13,7 +13,7 @@ from test_vertical_deployed import Steps
 from test_vertical_deployed import by_columns as columns_task
 
 import dure
-from dure.deploy.client.audit import verify
+from dure.deploy.client.audit_log import verify
 from dure.deploy.client.state import KEY
 from dure.wire.signatures import Key
 

@@ -19,7 +19,7 @@ import torch
 from toy_sums import SEED, Played, Toy, install, noted
 
 import dure
-from dure.deploy.client.audit import verify
+from dure.deploy.client.audit_log import verify
 from dure.deploy.server import outbox
 from dure.deploy.tree_files import TreeFiles
 from dure.errors import PolicyError

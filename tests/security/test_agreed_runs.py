@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from dure.deploy.client.agreement import AgreedRun, AgreementChecks
-from dure.deploy.client.audit import AuditLog
+from dure.deploy.client.audit_log import AuditLog
 from dure.deploy.client.evaluations import EvaluationBound
 from dure.deploy.client.link import HttpAnswer
 from dure.deploy.client.policy import Policy

@@ -171,7 +171,7 @@ def test_neither_python_nor_the_live_page_hangs_or_quotes(
 @pytest.mark.parametrize("trick", sorted(TRICKS))
 @pytest.mark.parametrize("name", ["kept.json", "key.pem", "policy.toml", "audit.jsonl"])
 def test_a_clients_folder_from_somebody_else(name: str, trick: str, tmp_path: Path) -> None:
-    from dure.deploy.client.audit import verify
+    from dure.deploy.client.audit_log import verify
     from dure.deploy.client.policy import Policy
     from dure.deploy.client.state import ClientState
 

@@ -18,7 +18,7 @@ from dure.cli.flags import names_before_flags, parse_flags
 from dure.peer_text import printable
 
 if TYPE_CHECKING:
-    from dure.federated.privacy.attacks.examine import AttackResult
+    from dure.federated.attacks.examine import AttackResult
 
 USAGE = "dure audit FILE|RUN"
 
@@ -85,7 +85,7 @@ def main(given: list[str]) -> int:
 
 def _log(name: str) -> int:
     # Imported late, because it loads torch.
-    from dure.deploy.client.audit import verify
+    from dure.deploy.client.audit_log import verify
 
     chain = verify(Path(name))
     print(
@@ -97,8 +97,8 @@ def _log(name: str) -> int:
 
 def _run(name: str, how: AuditOptions) -> int:
     from dure.collectives.compression import parse
-    from dure.federated.privacy.attacks.changes import UpdateChange
-    from dure.federated.privacy.attacks.examine import ATTACKS, Examination
+    from dure.federated.attacks.changes import UpdateChange
+    from dure.federated.attacks.examine import ATTACKS, Examination
     from dure.run.audit import audit
 
     changes = [UpdateChange(compression=parse(text)) for text in how.compression]

@@ -29,6 +29,7 @@ from dure.data.partition import ClientParts
 from dure.data.partition.natural_key import unowned_keys
 from dure.errors import warn
 from dure.federated import protections
+from dure.federated.attacks.recording import UPDATES, UpdateRecorder
 from dure.federated.client.clients import FederatedClients, MakeEngine, UpdateCallback
 from dure.federated.client.evaluation import ClientEvaluator
 from dure.federated.client.poisoning import poisoned
@@ -36,7 +37,6 @@ from dure.federated.engines.engine_choice import EngineInputs
 from dure.federated.engines.job import ClientEngine, ClientJob
 from dure.federated.engines.noised import StepNoise
 from dure.federated.engines.objective import Objective
-from dure.federated.privacy.attacks.recording import UPDATES, UpdateRecorder
 from dure.federated.privacy.exposure import exposure
 from dure.federated.server.cost import ClientCosts
 from dure.federated.server.pacing import Pacing

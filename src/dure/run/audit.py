@@ -1,12 +1,12 @@
 """Measure the information that the updates of a recorded simulation leak: `dure audit RUN`.
 
-Reads RUN/updates, runs every attack (`dure.federated.privacy.attacks`) and writes
+Reads RUN/updates, runs every attack (`dure.federated.attacks`) and writes
 
     RUN/audit.json      results of each attack, as `AttackResult`, and of a guess without updates
     RUN/audit/*.png     originals above their reconstructions
 
 for the report. With canaries the run is trained once more, in memory, with canaries in place of
-some clients (`dure.federated.privacy.attacks.canaries`).
+some clients (`dure.federated.attacks.canaries`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dure.contracts.stop import Stop
 from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
 from dure.contracts.world import World
-from dure.federated.privacy.attacks.canaries import Canaries, audited_epsilon
-from dure.federated.privacy.attacks.examine import (
+from dure.federated.attacks.canaries import Canaries, audited_epsilon
+from dure.federated.attacks.examine import (
     AttackProgress,
     AttackResult,
     Examination,
     Examiner,
 )
-from dure.federated.privacy.attacks.recording import read_updates
+from dure.federated.attacks.recording import read_updates
 from dure.federated.strategy import Federated
 from dure.fleet.malicious import malicious_clients
 from dure.record.disk import disk_errors, write_atomically

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from dure.deploy.client.audit import AuditLog, Kind
+from dure.deploy.client.audit_log import AuditLog, Kind
 from dure.deploy.client.connection import (
     Connection,
     ConnectionLimits,

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from dure.deploy.client.agreement import ServerChecks
-from dure.deploy.client.audit import AuditLog, Kind
+from dure.deploy.client.audit_log import AuditLog, Kind
 from dure.deploy.client.channel import Channel
 from dure.deploy.client.link import (
     Backoff,

@@ -23,7 +23,7 @@ import torch
 from dure import references
 from dure.contracts.task import Task
 from dure.deploy.client.agreement import AgreedRun, AgreementChecks
-from dure.deploy.client.audit import AuditLog
+from dure.deploy.client.audit_log import AuditLog
 from dure.deploy.client.connection import server_address_of
 from dure.deploy.client.policy import Policy
 from dure.deploy.client.session import Session

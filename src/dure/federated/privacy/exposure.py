@@ -1,7 +1,7 @@
 """Exposure of a client's data in a federation, in sentences for the report.
 
 The sentences follow from the messages that travel, not from promises. The attacks measure how much
-a recipient can learn in practice (`dure.federated.privacy.attacks`).
+a recipient can learn in practice (`dure.federated.attacks`).
 """
 
 from __future__ import annotations

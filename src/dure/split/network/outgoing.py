@@ -1,7 +1,7 @@
 """Outgoing messages of a site, each with the kind under which the site's log records it.
 
 The kind is the tag of the message: "smashed", "output-gradients". Messages of every step
-are frequent, and may be on disk slightly later (`dure.deploy.client.audit`); the line of
+are frequent, and may be on disk slightly later (`dure.deploy.client.audit_log`); the line of
 any other message is on disk before the message is sent.
 """
 

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.federated.privacy.attacks.changes import UpdateChange, changed
-from dure.federated.privacy.attacks.dlg import DLG
-from dure.federated.privacy.attacks.examine import Examination, Examiner, groups_of
-from dure.federated.privacy.attacks.geiping import Geiping, total_variation
-from dure.federated.privacy.attacks.inversion import (
+from dure.federated.attacks.changes import UpdateChange, changed
+from dure.federated.attacks.dlg import DLG
+from dure.federated.attacks.examine import Examination, Examiner, groups_of
+from dure.federated.attacks.geiping import Geiping, total_variation
+from dure.federated.attacks.inversion import (
     check_second_derivatives,
     estimate_of,
     space_of,
 )
-from dure.federated.privacy.attacks.likeness import likeness, matched, mean_with_interval
-from dure.federated.privacy.attacks.linear import from_first_layer
-from dure.federated.privacy.attacks.observation import ObservedUpdate, StepRate
+from dure.federated.attacks.likeness import likeness, matched, mean_with_interval
+from dure.federated.attacks.linear import from_first_layer
+from dure.federated.attacks.observation import ObservedUpdate, StepRate
 
 
 def digits(width: int = 32) -> dure.Task:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.compression import Compression, NoCompression
-from dure.federated.privacy.attacks.recording import RecordedUpdate
+from dure.federated.attacks.recording import RecordedUpdate
 from dure.randomness.seeds import generator
 
 

@@ -28,8 +28,8 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from dure.data.examples import Examples
-from dure.federated.privacy.attacks.likeness import BOOTSTRAPS, Interval
-from dure.federated.privacy.attacks.observation import AttackedModel, mean_loss
+from dure.federated.attacks.likeness import BOOTSTRAPS, Interval
+from dure.federated.attacks.observation import AttackedModel, mean_loss
 from dure.randomness.seeds import generator
 from dure.tasks.modes import in_mode
 

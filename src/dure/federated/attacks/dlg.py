@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dure.federated.privacy.attacks.inversion import (
+from dure.federated.attacks.inversion import (
     EXACT,
     InputSpace,
     InversionResult,
@@ -28,7 +28,7 @@ from dure.federated.privacy.attacks.inversion import (
     estimate_of,
     restarts,
 )
-from dure.federated.privacy.attacks.observation import AttackedModel, ObservedUpdate
+from dure.federated.attacks.observation import AttackedModel, ObservedUpdate
 
 
 @dataclass(frozen=True)

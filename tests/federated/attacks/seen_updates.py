@@ -9,8 +9,8 @@ from torch import Tensor
 
 import dure
 from dure.contracts.fresh_model import examples_for, seeded_model
-from dure.federated.privacy.attacks.observation import AttackedModel, ObservedUpdate, StepRate
-from dure.federated.privacy.attacks.recording import GroundTruth, RecordedUpdate, UpdateMetadata
+from dure.federated.attacks.observation import AttackedModel, ObservedUpdate, StepRate
+from dure.federated.attacks.recording import GroundTruth, RecordedUpdate, UpdateMetadata
 from dure.tensors.flat import FlatParameters
 
 

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.cli.audit import main
-from dure.deploy.client.audit import FIRST, LATER, AuditLog, verify
+from dure.deploy.client.audit_log import FIRST, LATER, AuditLog, verify
 from dure.errors import AuditError, RunFolderWriteError
 from forgetful import ForgetfulDisk
 

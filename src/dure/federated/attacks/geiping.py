@@ -23,14 +23,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dure.federated.privacy.attacks.inversion import (
+from dure.federated.attacks.inversion import (
     InputSpace,
     InversionResult,
     IterationCallback,
     estimate_of,
     restarts,
 )
-from dure.federated.privacy.attacks.observation import AttackedModel, ObservedUpdate
+from dure.federated.attacks.observation import AttackedModel, ObservedUpdate
 
 
 @dataclass(frozen=True)

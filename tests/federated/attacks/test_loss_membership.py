@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import dure
-from dure.federated.privacy.attacks.examine import Examination, Examiner
-from dure.federated.privacy.attacks.membership import auc, losses, membership, tpr_at
-from dure.federated.privacy.attacks.recording import read_updates
+from dure.federated.attacks.examine import Examination, Examiner
+from dure.federated.attacks.membership import auc, losses, membership, tpr_at
+from dure.federated.attacks.recording import read_updates
 
 
 def noisy_task(n: int = 60) -> dure.Task:

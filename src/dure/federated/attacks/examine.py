@@ -24,15 +24,15 @@ from torch import Tensor
 from dure.contracts.fresh_model import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.federated.privacy.attacks.changes import UpdateChange, changed
-from dure.federated.privacy.attacks.dlg import DLG
-from dure.federated.privacy.attacks.geiping import Geiping
-from dure.federated.privacy.attacks.inversion import (
+from dure.federated.attacks.changes import UpdateChange, changed
+from dure.federated.attacks.dlg import DLG
+from dure.federated.attacks.geiping import Geiping
+from dure.federated.attacks.inversion import (
     InputSpace,
     check_second_derivatives,
     space_of,
 )
-from dure.federated.privacy.attacks.labels import (
+from dure.federated.attacks.labels import (
     FEW,
     PublicExamples,
     counts_of,
@@ -41,27 +41,27 @@ from dure.federated.privacy.attacks.labels import (
     labels_of,
     share_right,
 )
-from dure.federated.privacy.attacks.likeness import (
+from dure.federated.attacks.likeness import (
     Interval,
     likeness,
     matched,
     mean_with_interval,
 )
-from dure.federated.privacy.attacks.linear import from_first_layer
-from dure.federated.privacy.attacks.membership import (
+from dure.federated.attacks.linear import from_first_layer
+from dure.federated.attacks.membership import (
     MOST,
     Membership,
     losses,
     membership,
 )
-from dure.federated.privacy.attacks.observation import (
+from dure.federated.attacks.observation import (
     AttackedModel,
     ObservedUpdate,
     StepRate,
     observed_sum,
     step_rate_of,
 )
-from dure.federated.privacy.attacks.recording import RecordedUpdate
+from dure.federated.attacks.recording import RecordedUpdate
 from dure.randomness.seeds import generator
 from dure.tensors.elements import all_finite
 

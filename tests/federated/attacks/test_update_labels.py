@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.federated.privacy.attacks.examine import Examination, Examiner
-from dure.federated.privacy.attacks.labels import (
+from dure.federated.attacks.examine import Examination, Examiner
+from dure.federated.attacks.labels import (
     PublicExamples,
     counts_of,
     label_counts,
@@ -20,7 +20,7 @@ from dure.federated.privacy.attacks.labels import (
     labels_of,
     share_right,
 )
-from dure.federated.privacy.attacks.recording import read_updates
+from dure.federated.attacks.recording import read_updates
 
 
 def public_of(task: dure.Task) -> PublicExamples:

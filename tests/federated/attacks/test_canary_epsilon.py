@@ -10,8 +10,8 @@ import torch
 from scipy import stats
 
 import dure
-from dure.federated.privacy.attacks.canaries import Canaries, audited_epsilon, guesses
-from dure.federated.privacy.attacks.epsilon import (
+from dure.federated.attacks.canaries import Canaries, audited_epsilon, guesses
+from dure.federated.attacks.epsilon import (
     clopper_pearson,
     one_run_epsilon,
     paired_epsilon,

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dure.federated.privacy.attacks.observation import AttackedModel, ObservedUpdate
+from dure.federated.attacks.observation import AttackedModel, ObservedUpdate
 from dure.randomness.seeds import generator
 
 SIMULATED = 10

@@ -28,7 +28,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dure.federated.privacy.attacks.epsilon import one_run_epsilon
+from dure.federated.attacks.epsilon import one_run_epsilon
 from dure.fleet.attacks.attack import Attack, Update
 from dure.randomness.seeds import derive, generator
 

@@ -17,9 +17,9 @@ import dure
 from dure.cli.main import main
 from dure.contracts.fresh_model import seeded_model
 from dure.errors import RunFolderError
-from dure.federated.privacy.attacks import recording
-from dure.federated.privacy.attacks.observation import AttackedModel, observed_sum, step_rate_of
-from dure.federated.privacy.attacks.recording import read_updates
+from dure.federated.attacks import recording
+from dure.federated.attacks.observation import AttackedModel, observed_sum, step_rate_of
+from dure.federated.attacks.recording import read_updates
 from dure.fleet.conditions import Conditions
 from small import small_task
 

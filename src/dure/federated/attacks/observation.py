@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from dure.contracts.lr_schedule import factor_at
 from dure.contracts.task import Loss, Task
-from dure.federated.privacy.attacks.recording import RecordedUpdate
+from dure.federated.attacks.recording import RecordedUpdate
 from dure.tensors.flat import FlatParameters, trainable_parameters, views_of
 
 Names = Sequence[Sequence[tuple[str, tuple[int, ...]]]]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dure.federated.privacy.attacks.observation import AttackedModel, ObservedUpdate
+from dure.federated.attacks.observation import AttackedModel, ObservedUpdate
 
 ALIKE = 1e-2
 """Relative distance below which two units give the same example."""

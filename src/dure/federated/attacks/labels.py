@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure.federated.privacy.attacks.observation import AttackedModel, ObservedUpdate, mean_loss
+from dure.federated.attacks.observation import AttackedModel, ObservedUpdate, mean_loss
 
 FEW = 512
 """Largest number of public examples in use."""
