@@ -22,7 +22,6 @@ the trained system needs (`allow`). A client has `HELLO_SECONDS` for its first f
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -53,8 +52,6 @@ from dure.worlds.network.server.server_metrics import MeteredApp, ServerMetrics
 from dure.worlds.network.server.serving import MOST_FRAME
 from dure.worlds.network.server.sessions import ServedRun
 from dure.worlds.network.server.websocket import MOST_FIRST, limit_setter_of, shortened
-
-LOG = logging.getLogger("dure.server")
 
 CHANNEL = "/v1/channel"
 
