@@ -8,7 +8,7 @@ import inspect
 import math
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from torch import nn
 
 import dure
 from dure import catalog
-from dure.arguments import check_fields
+from dure.arguments import above, at_least, between, check_fields, check_ranges
 from dure.run.registry import TEXTS, strategy_class
 from small import small_task
 
@@ -155,6 +155,44 @@ def test_python_takes_the_texts_that_the_command_line_takes(field: str) -> None:
         value = getattr(kind(**{field: TEXT_OF[field]}), field)
         assert isinstance(value, tuple(TEXTS))
         assert str(value) == TEXT_OF[field]
+
+
+@dataclass(frozen=True)
+class WithRanges:
+    count: int = field(default=1, metadata=at_least(1))
+    rate: float = field(default=0.5, metadata=above(0, finite=True))
+    share: float = field(default=0.0, metadata=between(0, 1, "[)"))
+    limit: int | None = field(default=None, metadata=at_least(0))
+
+
+@dataclass(frozen=True)
+class WithOtherDefault(WithRanges):
+    count: int = 5
+
+
+@pytest.mark.parametrize("kind", [WithRanges, WithOtherDefault])
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({}, None),
+        ({"count": 1, "rate": 1e-9, "share": 0.9, "limit": 0}, None),
+        ({"count": 0}, "count is 0, but it has to be 1 or more"),
+        ({"rate": 0.0}, "rate is 0.0, but it has to be greater than 0 and finite"),
+        ({"rate": math.inf}, "rate is inf, but it has to be greater than 0 and finite"),
+        ({"share": 1.0}, "share is 1.0, but it has to be in [0, 1)"),
+        ({"share": math.nan}, "share is nan, but it has to be in [0, 1)"),
+        ({"limit": -1}, "limit is -1, but it has to be 0 or more"),
+    ],
+)
+def test_a_range_is_declared_with_its_field_and_kept_with_another_default(
+    kind: type[WithRanges], given: dict[str, Any], sentence: str | None
+) -> None:
+    refused = None
+    try:
+        check_ranges(kind(**given))
+    except ValueError as error:
+        refused = str(error)
+    assert refused == sentence
 
 
 class NeedsLoss(torch.optim.SGD):

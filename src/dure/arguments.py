@@ -1,8 +1,10 @@
-"""Type checks for the fields of a setting, with errors in plain sentences.
+"""Checks of a setting's fields, types and ranges, with errors in plain sentences.
 
 The command line reads every field by its type. In Python, a text may be passed for a number and
 fail far from its source. Simple types are checked: numbers, words, texts, None, and classes. A
 field with its default value is valid whatever its type.
+
+The range of a number is declared with the field: `field(default=1, metadata=at_least(1))`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ LARGEST_COUNT = 10**15
 """Upper bound of valid counts, of examples, steps, clients or bytes."""
 LARGEST_NUMBER = 3.4e38
 """Largest float32; a product with a larger number overflows."""
+
+_RANGE = "range"
+"""Key of a field's range in the metadata of the field."""
 
 _WORDS: dict[Any, str] = {
     int: "an integer",
@@ -92,6 +97,83 @@ class CheckedSettings(SuggestsArguments):
 
         # Before `dataclass` looks whether there is one.
         cls.__post_init__ = told  # type: ignore[attr-defined]
+
+
+class NamedSettings(CheckedSettings):
+    """Base of settings that are written as text, by their name: "krum:1"; they check ranges."""
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_ranges(self, named=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Interval of the valid numbers of a field, in the field's metadata.
+
+    has_low, has_high: whether the ends are valid numbers too.
+    """
+
+    low: float
+    high: float = math.inf
+    has_low: bool = True
+    has_high: bool = True
+
+    def __contains__(self, value: float) -> bool:
+        # NaN is in no range.
+        above = self.low <= value if self.has_low else self.low < value
+        return above and (value <= self.high if self.has_high else value < self.high)
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            finite = "" if self.has_high else " and finite"
+            return (f"{self.low} or more" if self.has_low else f"greater than {self.low}") + finite
+        left, right = "[" if self.has_low else "(", "]" if self.has_high else ")"
+        return f"in {left}{self.low}, {self.high}{right}"
+
+
+def at_least(low: float, finite: bool = False) -> dict[str, Range]:
+    """Return the metadata of a field whose numbers are at least `low`."""
+    return {_RANGE: Range(low, has_high=not finite)}
+
+
+def above(low: float, finite: bool = False) -> dict[str, Range]:
+    """Return the metadata of a field whose numbers are greater than `low`."""
+    return {_RANGE: Range(low, has_low=False, has_high=not finite)}
+
+
+def between(low: float, high: float, ends: str = "[]") -> dict[str, Range]:
+    """Return the metadata of a field whose numbers are in an interval.
+
+    ends: "[" and "]" include the low and the high end, "(" and ")" do not.
+    """
+    return {_RANGE: Range(low, high, has_low=ends[0] == "[", has_high=ends[1] == "]")}
+
+
+def check_ranges(settings: Any, named: bool = False) -> None:
+    """Raise ValueError for a number outside the range of its field.
+
+    The default value of a field is valid, such as None for no limit. named: whether the error
+    begins with the settings' name.
+    """
+    kind: Any = type(settings)
+    for field, valid in _ranges_of(kind):
+        value = getattr(settings, field.name)
+        if value is not field.default and value not in valid:
+            start = f"{settings.name}: " if named else ""
+            raise ValueError(f"{start}{field.name} is {value}, but it has to be {valid}")
+
+
+@functools.lru_cache(256)
+def _ranges_of(kind: Any) -> list[tuple[dataclasses.Field[Any], Range]]:
+    """Return the fields that have a range; a field that a subclass declares again keeps it."""
+    ranges: dict[str, Range] = {}
+    for base in reversed(kind.__mro__):
+        for field in vars(base).get("__dataclass_fields__", {}).values():
+            if _RANGE in field.metadata:
+                ranges[field.name] = field.metadata[_RANGE]
+    return [(each, ranges[each.name]) for each in dataclasses.fields(kind) if each.name in ranges]
 
 
 def check_fields(thing: Any, limited: bool = True) -> None:

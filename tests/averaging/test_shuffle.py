@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rounds import run_on
+from torch import Tensor
 from torch.utils.data import Dataset
 
 import dure
@@ -23,7 +25,6 @@ from dure.averaging.shuffle import (
     outgoing_positions,
     shuffle_counts,
     shuffle_examples,
-    shuffled_indices,
 )
 from dure.collectives.algorithms import ring
 from dure.contracts.world import RankContext
@@ -48,6 +49,16 @@ def test_every_example_goes_to_one_rank_and_every_rank_gets_its_share_of_each(
             assert examples_sent(counts, rank) * ranks == count * (ranks - 1)
     totals = [sum(column) for column in zip(*shuffle_counts(counts), strict=True)]
     assert all(n // ranks <= total <= -(-n // ranks) for total in totals)
+
+
+def shuffled_indices(parts: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """Indices of each rank's examples after the shuffle, computed without messages."""
+    counts = list(map(len, parts))
+    positions = [outgoing_positions(counts, rank, seed) for rank in range(len(counts))]
+    return [
+        torch.cat([part[sent[to]] for part, sent in zip(parts, positions, strict=True)])
+        for to in range(len(counts))
+    ]
 
 
 def test_who_gets_an_example_is_drawn_by_the_seed() -> None:

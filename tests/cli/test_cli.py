@@ -148,7 +148,7 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
         ),
         (
             "train digits single-worker --epochs -1",
-            "epochs is -1.0, but it has to be more than 0",
+            "epochs is -1.0, but it has to be greater than 0",
         ),
         ("train digits single-worker --rounds 3", "rounds do not apply: this system counts steps"),
         (

@@ -64,7 +64,7 @@ def test_bytes_alone_end_a_run_that_sends_none_after_ten_epochs():
 @pytest.mark.parametrize("name", ["epochs", "steps", "rounds", "seconds", "bytes"])
 @pytest.mark.parametrize("value", [0, -1, math.nan])
 def test_a_limit_that_is_not_positive_is_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value}, but it has to be more than 0"):
+    with pytest.raises(ValueError, match=f"{name} is {value}, but it has to be greater than 0"):
         Stop(**{name: value}).check("step")
 
 

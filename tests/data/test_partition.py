@@ -110,12 +110,12 @@ def test_the_text_form_is_short():
         ("xyz", "there are: iid"),
         ("iid:3", "too many values: write iid"),
         ("label-shards:two", "'two' is not an integer; write label-shards:PER_CLIENT"),
-        ("label-shards:0", "at least 1 shard, not 0"),
-        ("blocks:0", "at least 1 block, not 0"),
-        ("feature-skew:1.5", "the skew has to be between 0 and 1, not 1.5"),
-        ("dirichlet:-1", "alpha has to be a positive number, not -1.0"),
-        ("dirichlet:nan", "alpha has to be a positive number"),
-        ("quantity-skew:1:0", "at least 1 example, not 0"),
+        ("label-shards:0", "label-shards: per_client is 0, but it has to be 1 or more"),
+        ("blocks:0", "blocks: per_client is 0, but it has to be 1 or more"),
+        ("feature-skew:1.5", "feature-skew: skew is 1.5, but it has to be in .0, 1."),
+        ("dirichlet:-1", "dirichlet: alpha is -1.0, but it has to be greater than 0 and finite"),
+        ("dirichlet:nan", "dirichlet: alpha is nan, but it has to be greater than 0 and finite"),
+        ("quantity-skew:1:0", "quantity-skew: minimum is 0, but it has to be 1 or more"),
     ],
 )
 def test_text_that_names_none_is_refused(text, complaint):

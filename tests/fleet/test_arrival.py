@@ -93,10 +93,10 @@ def test_a_window_is_over_all_examples_equally_long(share, n):
     [
         ("coming", "there is no arrival 'coming'"),
         ("still:1", "too many values: write still"),
-        ("arriving:2", "between 0 and 1, not 2.0"),
-        ("leaving:nan", "between 0 and 1, not nan"),
-        ("window:0.5:0", "a positive number of seconds, not 0.0"),
-        ("window:0.5:inf", "a positive number of seconds, not inf"),
+        ("arriving:2", "arriving: share is 2.0, but it has to be in .0, 1."),
+        ("leaving:nan", "leaving: share is nan, but it has to be in .0, 1."),
+        ("window:0.5:0", "window: seconds is 0.0, but it has to be greater than 0 and finite"),
+        ("window:0.5:inf", "window: seconds is inf, but it has to be greater than 0 and finite"),
     ],
 )
 def test_text_that_names_none_is_refused(text, complaint):

@@ -238,15 +238,15 @@ def test_the_least_probability_is_not_too_small(period):
     ("text", "complaint"),
     [
         ("never", "there is no availability 'never'"),
-        ("probability:0", "above 0 and at most 1, not 0.0"),
-        ("probability:nan", "above 0 and at most 1, not nan"),
+        ("probability:0", "probability: p is 0.0, but it has to be in .0, 1."),
+        ("probability:nan", "probability: p is nan, but it has to be in .0, 1."),
         ("probability:1e-13", "1e-13 is too close to 0"),
         ("probability:0.9999999999999", "0.9999999999999 is too close to 1"),
-        ("probability:0.5:0", "a positive number of seconds, not 0.0"),
-        ("daily:0", "above 0 and at most 1, not 0.0"),
-        ("daily:0.5:inf", "a positive number of seconds, not inf"),
+        ("probability:0.5:0", "probability: period is 0.0, but it has to be greater than 0"),
+        ("daily:0", "daily: share is 0.0, but it has to be in .0, 1."),
+        ("daily:0.5:inf", "daily: day is inf, but it has to be greater than 0 and finite"),
         ("file", "the path '' cannot be written"),
-        ("file:x:-1", "0 .never. or more, not -1.0"),
+        ("file:x:-1", "file: every is -1.0, but it has to be 0 or more and finite"),
     ],
 )
 def test_text_that_names_none_is_refused(text, complaint):

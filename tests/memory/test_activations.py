@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.machine.compiler import deferred_compiler
-from dure.memory.activations import observe_call, saved_bytes
+from dure.memory.activations import observe_call
 from dure.memory.live_storages import LiveStorages
 from dure.memory.peak import step_peak
 from dure.tasks.models import Transformer
@@ -77,7 +77,7 @@ def test_what_a_pass_keeps_and_takes_is_known_before_it_is_made(case: str) -> No
     model, inputs = CASES[case]()
     state = torch.get_rng_state()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    predicted = saved_bytes(model, inputs)
+    predicted = sum(observe_call(model, inputs).saved.values())
     peak = step_peak(model, (inputs, None), loss)
     # Nothing has happened to the model, or to the generator.
     assert torch.equal(torch.get_rng_state(), state)
@@ -109,5 +109,5 @@ def test_a_model_without_a_copy_is_measured_only_if_it_is_spare() -> None:
     weight = model.layer.weight
     model.twice = lambda: weight * 2  # type: ignore[assignment]
     with pytest.raises(ValueError, match="cannot be measured, because the model cannot be copied"):
-        saved_bytes(model, torch.randn(3, 8))
-    assert saved_bytes(model, torch.randn(3, 8), spare=True) > 0
+        observe_call(model, torch.randn(3, 8))
+    assert observe_call(model, torch.randn(3, 8), spare=True).saved

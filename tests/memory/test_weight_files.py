@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dure.errors import DataError
-from dure.memory.mapped import is_mapped, release_all_pages, release_pages
+from dure.memory.mapped import is_mapped, release_pages
 from dure.memory.weight_files import digest_of, stored_in
 from dure.record.weights import DTYPES, weights_to_bytes
 
@@ -61,7 +61,6 @@ def test_a_view_is_read_by_pages_and_keeps_what_is_written(tmp_path: Path) -> No
     assert 0 < _resident(view) <= 1 << 22
     view[100:104] += 1
     release_pages([view])
-    release_all_pages()
     assert torch.equal(view[100:104], large[100:104] + 1)
     assert torch.equal(view[104:], large[104:])
     assert torch.equal(stored_in(file)["large"].read(), large)

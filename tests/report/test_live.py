@@ -7,6 +7,7 @@ import http.client
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from sample_runs import write_run
 from dure.record.live_status import NOW, record_failure
 from dure.record.lock import Lock
 from dure.report.history_file import HistoryFile
-from dure.report.live.json_patch import changes, patched
+from dure.report.live.json_patch import JsonChange, changes
 from dure.report.live.listener import Listener
 from dure.report.live.login import TokenLogin
 from dure.report.live.page import LivePage
@@ -35,6 +36,22 @@ values = st.recursive(
     max_leaves=12,
 )
 objects = st.dictionaries(st.text(max_size=2), values, max_size=4)
+
+
+def patched(value: Any, made: list[JsonChange]) -> Any:
+    """Patches applied to a value in place, as live.js does."""
+    for path, what, *given_ in made:
+        *way, last = path
+        there = value
+        for key in way:
+            there = there[key]
+        if what == "cut":
+            del there[last]
+        elif what == "add":
+            there[last].extend(given_[0])
+        else:
+            there[last] = given_[0]
+    return value
 
 
 @given(old=objects, new=objects)

@@ -164,7 +164,7 @@ def test_uploads_share_the_servers_link() -> None:
 def test_energy_is_read_as_it_is_written() -> None:
     assert parse_energy(JOULES) == Joules(1e-9, 2e-6, 9e-6)
     assert str(parse_energy("none")) == "none"
-    with pytest.raises(ValueError, match="energies have to be 0 or more"):
+    with pytest.raises(ValueError, match=r"per_operation is -1\.0, but it has to be 0 or more"):
         parse_energy("joules:-1")
 
 

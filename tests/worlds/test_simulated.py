@@ -244,7 +244,7 @@ def test_ended_at_any_round_and_gone_on_with_it_has_the_same_bits(
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"drop_out": 1.0}, "drop_out is 1.0, but it has to be a probability below 1"),
+        ({"drop_out": 1.0}, "drop_out is 1.0, but it has to be in .0, 1."),
         ({"attack": "sign-flip"}, "an attack needs attackers, and attackers need an attack"),
         ({"attackers": 3}, "an attack needs attackers, and attackers need an attack"),
         (
@@ -257,7 +257,7 @@ def test_ended_at_any_round_and_gone_on_with_it_has_the_same_bits(
         ),
         ({"devices": "equall"}, "did you mean 'equal'"),
         ({"attack": "alie", "attackers": math.inf}, "attackers is inf"),
-        ({"processes": 0}, "at least 1"),
+        ({"processes": 0}, "processes is 0, but it has to be 1 or more"),
     ],
 )
 def test_conditions_that_make_no_sense_are_refused(changes: dict[str, Any], complaint: str) -> None:

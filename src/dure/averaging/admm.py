@@ -40,6 +40,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from dure.arguments import above, at_least, check_ranges
 from dure.averaging.replica import AveragedReplica, check_partition, copy_model, shards_of
 from dure.averaging.synchronisation import Momentum, RoundSynchronisation, check_exchange
 from dure.collectives.all_reduce import Algorithm
@@ -57,7 +58,6 @@ from dure.memory.formula import WHOLE, MemoryShares
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
-from dure.tasks.gradient_accumulation import check_accumulate
 from dure.tasks.loss_shares import mean_over
 from dure.tensors.buffers import (
     copy_buffers,
@@ -93,15 +93,15 @@ class ADMM(Strategy):
     """
 
     batch_size: int | None = 64
-    rho: float = 1.0
+    rho: float = field(default=1.0, metadata=above(0, finite=True))
     adaptive: bool = True
-    local_epochs: int = 1
-    local_steps: int | None = None
+    local_epochs: int = field(default=1, metadata=at_least(1))
+    local_steps: int | None = field(default=None, metadata=at_least(1))
     duals: bool = True
     partition: Partition = field(default_factory=IID)
     momentum: Momentum = "keep"
     all_reduce: Algorithm = "ring"
-    accumulate: int = 1
+    accumulate: int = field(default=1, metadata=at_least(1))
 
     name: ClassVar[str] = "admm"
     traits: ClassVar[Traits] = Traits(
@@ -147,15 +147,9 @@ class ADMM(Strategy):
 
     def check(self, task: Task, world: World) -> None:
         check_joint_batch(self.batch_size, len(task.train), world.workers)
-        check_accumulate(self.accumulate)
+        check_ranges(self)
         check_exchange(self.all_reduce, self.momentum)
         check_partition(self.partition, task, world.workers)
-        if not (math.isfinite(self.rho) and self.rho > 0):
-            raise ValueError(f"rho is {self.rho}, but it has to be greater than 0")
-        if self.local_epochs < 1:
-            raise ValueError(f"local_epochs is {self.local_epochs}, but it has to be 1 or more")
-        if self.local_steps is not None and self.local_steps < 1:
-            raise ValueError(f"local_steps is {self.local_steps}, but it has to be 1 or more")
 
     def learner(self, task: Task, context: RankContext, seed: int) -> Learner:
         return ADMMLearner(task, context, seed, self)

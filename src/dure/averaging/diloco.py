@@ -18,7 +18,6 @@ there lr is 0.7, m is 0.9, and H = 500.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -27,6 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from dure.arguments import at_least, between, check_ranges
 from dure.averaging.local_sgd import LocalSGD, LocalSGDLearner
 from dure.averaging.synchronisation import Momentum
 from dure.collectives.all_reduce import Algorithm
@@ -65,8 +65,8 @@ class DiLoCo(Strategy):
 
     batch_size: int | None = 64
     period: int = 50
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    outer_lr: float = field(default=0.7, metadata=at_least(0, finite=True))
+    outer_momentum: float = field(default=0.9, metadata=between(0, 1, "[)"))
     nesterov: bool = True
     momentum: Momentum = "keep"
     all_reduce: Algorithm = "ring"
@@ -112,10 +112,7 @@ class DiLoCo(Strategy):
 
     def check(self, task: Task, world: World) -> None:
         self.rounds().check(task, world)
-        if not (math.isfinite(self.outer_lr) and self.outer_lr >= 0):
-            raise ValueError(f"outer_lr is {self.outer_lr}, but it has to be 0 or more")
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum is {self.outer_momentum}, but it has to be in [0, 1)")
+        check_ranges(self)
 
     def rounds(self) -> LocalSGD:
         """Return the strategy of the rounds without the outer optimizer."""

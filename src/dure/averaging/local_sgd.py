@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from dure.arguments import at_least, check_ranges
 from dure.averaging.replica import AveragedReplica
 from dure.averaging.synchronisation import Momentum, RoundSynchronisation, check_exchange
 from dure.collectives.all_reduce import Algorithm
@@ -43,7 +44,6 @@ from dure.memory.formula import WHOLE, MemoryShares
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces, check_rank_pieces
 from dure.tasks.evaluation import evaluate
-from dure.tasks.gradient_accumulation import check_accumulate
 from dure.tasks.loss_shares import scale_of
 from dure.tensors.buffers import (
     load_non_persistent_buffers,
@@ -71,12 +71,12 @@ class LocalSGD(Strategy):
     """
 
     batch_size: int | None = 64
-    period: int = 16
-    local_from: int = 0
+    period: int = field(default=16, metadata=at_least(1))
+    local_from: int = field(default=0, metadata=at_least(0))
     momentum: Momentum = "keep"
     all_reduce: Algorithm = "ring"
     compression: Compression = field(default_factory=NoCompression)
-    accumulate: int = 1
+    accumulate: int = field(default=1, metadata=at_least(1))
 
     name: ClassVar[str] = "local-sgd"
     traits: ClassVar[Traits] = Traits(
@@ -105,12 +105,8 @@ class LocalSGD(Strategy):
 
     def check(self, task: Task, world: World) -> None:
         check_joint_batch(self.batch_size, len(task.train), world.workers)
-        check_accumulate(self.accumulate)
+        check_ranges(self)
         check_exchange(self.all_reduce, self.momentum)
-        if self.period < 1:
-            raise ValueError(f"period is {self.period}, but it has to be 1 or more")
-        if self.local_from < 0:
-            raise ValueError(f"local_from is {self.local_from}, but it has to be 0 or more")
 
     def check_model(self, task: Task, model: nn.Module, world: World) -> None:
         """Check that the model can train on batches of this size and that no tensors overlap.

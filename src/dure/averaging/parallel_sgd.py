@@ -45,6 +45,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from dure.arguments import at_least, check_ranges
 from dure.averaging.replica import (
     AveragedReplica,
     DataShard,
@@ -75,7 +76,6 @@ from dure.memory.formula import WHOLE, MemoryShares
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
-from dure.tasks.gradient_accumulation import check_accumulate
 from dure.tasks.loss_shares import loss_and_count
 from dure.tasks.modes import in_mode
 from dure.tensors.buffers import (
@@ -113,8 +113,8 @@ class ParallelSGD(Strategy):
     partition: Partition = field(default_factory=IID)
     all_reduce: Algorithm = "ring"
     shuffle: bool = False
-    combine_every: int | None = None
-    accumulate: int = 1
+    combine_every: int | None = field(default=None, metadata=at_least(1))
+    accumulate: int = field(default=1, metadata=at_least(1))
 
     name: ClassVar[str] = "parallel-sgd"
     traits: ClassVar[Traits] = Traits(
@@ -152,15 +152,13 @@ class ParallelSGD(Strategy):
 
     def check(self, task: Task, world: World) -> None:
         check_joint_batch(self.batch_size, len(task.train), world.workers)
-        check_accumulate(self.accumulate)
+        check_ranges(self)
         check_exchange(self.all_reduce, "keep")
         check_partition(self.partition, task, world.workers)
         if self.combine not in get_args(Combination):
             raise ValueError(
                 f"combine is {self.combine!r}; choose one of {', '.join(get_args(Combination))}"
             )
-        if self.combine_every is not None and self.combine_every < 1:
-            raise ValueError(f"combine_every is {self.combine_every}, but it has to be 1 or more")
         if self.shuffle:
             check_movable(task.train)
             for way in sorted(task.train.sampling.asks):

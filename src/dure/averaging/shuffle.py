@@ -69,20 +69,6 @@ def outgoing_positions(counts: Sequence[int], rank: int, seed: int) -> list[Tens
     return [drawn[(to - before) % ranks :: ranks].sort().values for to in range(ranks)]
 
 
-def shuffled_indices(parts: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """Return the indices of the examples of each rank after the shuffle, computed without messages.
-
-    The function serves to check `shuffle_examples`. parts: int64 indices of the examples of each
-    rank before the shuffle. The results are in the order of the examples on the receiving rank.
-    """
-    counts = list(map(len, parts))
-    positions = [outgoing_positions(counts, rank, seed) for rank in range(len(counts))]
-    return [
-        torch.cat([part[sent[to]] for part, sent in zip(parts, positions, strict=True)])
-        for to in range(len(counts))
-    ]
-
-
 def check_movable(examples: Examples) -> None:
     """Check that reading an example draws no random numbers. Raises ValueError otherwise.
 

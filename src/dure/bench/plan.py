@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from dure.arguments import at_least, check_ranges
 from dure.collectives import ALGORITHMS
 from dure.settings import suggestion
 
@@ -137,7 +138,7 @@ class BenchPlan:
     sizes: tuple[int, ...] = LADDER
     ranks: tuple[int, ...] = (2, 4, 8)
     contenders: tuple[str, ...] = tuple(CONTENDERS)
-    repeats: int = 5
+    repeats: int = field(default=5, metadata=at_least(1))
     batch: float = 0.02
     longest: float = 0.6
 
@@ -164,8 +165,7 @@ class BenchPlan:
         for count in self.ranks:
             if count < 2:
                 raise ValueError(f"{count} ranks cannot all-reduce: give at least two")
-        if self.repeats < 1:
-            raise ValueError(f"repeats is {self.repeats}, but it has to be 1 or more")
+        check_ranges(self)
         # Sizes ascend, since each is judged by the previous size; contenders are in table order.
         object.__setattr__(self, "sizes", tuple(sorted(self.sizes)))
         object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))

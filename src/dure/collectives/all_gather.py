@@ -10,7 +10,7 @@ Source: Thakur et al. 2005, "Optimization of Collective Communication Operations
 
 from __future__ import annotations
 
-from typing import Literal, get_args, overload
+from typing import Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from dure.collectives.algorithms import native, one_shot, ring
 from dure.collectives.arguments import check_algorithm, check_tensor, lengths_of
 from dure.collectives.group import Group
-from dure.collectives.handle import Handle
+from dure.collectives.handle import Handle, collective
 
 Algorithm = Literal["ring", "one_shot", "native"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
@@ -32,24 +32,7 @@ def _ring(chunks: list[Tensor], group: Group) -> None:
 _RULES = {"ring": _ring, "one_shot": one_shot.all_gather, "native": native.all_gather}
 
 
-@overload
-def all_gather(
-    tensor: Tensor,
-    group: Group | dist.ProcessGroup | None = None,
-    algorithm: Algorithm = "ring",
-    n: int | None = None,
-    *,
-    async_op: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def all_gather(
-    tensor: Tensor,
-    group: Group | dist.ProcessGroup | None = None,
-    algorithm: Algorithm = "ring",
-    n: int | None = None,
-    *,
-    async_op: Literal[True],
-) -> Handle[Tensor]: ...
+@collective
 def all_gather(
     tensor: Tensor,
     group: Group | dist.ProcessGroup | None = None,

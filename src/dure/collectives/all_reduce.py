@@ -8,7 +8,7 @@ Elements travel in the tensor's own dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +19,7 @@ from dure.collectives.algorithms.native import is_staged
 from dure.collectives.algorithms.table import ALL_REDUCES
 from dure.collectives.arguments import check_algorithm, check_writable, flat_of, give_back
 from dure.collectives.group import Group, settle
-from dure.collectives.handle import Handle
+from dure.collectives.handle import Handle, collective
 from dure.collectives.hosts import checked
 from dure.collectives.operation import reduction as reduction_of
 from dure.collectives.transport import own_transport
@@ -34,28 +34,7 @@ else:
 """The name of an all-reduce."""
 
 
-@overload
-def all_reduce(
-    tensor: Tensor,
-    group: Group | dist.ProcessGroup | None = None,
-    algorithm: Algorithm | AllReduce = "ring",
-    op: Any = "sum",
-    async_op: Literal[False] = False,
-    *,
-    hosts: Sequence[Sequence[int]] | None = None,
-    predict: auto.Predict | None = None,
-) -> Tensor: ...
-@overload
-def all_reduce(
-    tensor: Tensor,
-    group: Group | dist.ProcessGroup | None = None,
-    algorithm: Algorithm | AllReduce = "ring",
-    op: Any = "sum",
-    *,
-    async_op: Literal[True],
-    hosts: Sequence[Sequence[int]] | None = None,
-    predict: auto.Predict | None = None,
-) -> Handle[Tensor]: ...
+@collective
 def all_reduce(
     tensor: Tensor,
     group: Group | dist.ProcessGroup | None = None,

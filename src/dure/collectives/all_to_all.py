@@ -11,7 +11,7 @@ exchange).
 
 from __future__ import annotations
 
-from typing import Literal, get_args, overload
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 from dure.collectives.algorithms import native
 from dure.collectives.arguments import check_algorithm, check_tensor, flat_of
 from dure.collectives.group import Group
-from dure.collectives.handle import Handle
+from dure.collectives.handle import Handle, collective
 
 Algorithm = Literal["pairwise", "native"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
@@ -41,22 +41,7 @@ def pairwise(source: Tensor, target: Tensor, group: Group) -> None:
 _RULES = {"pairwise": pairwise, "native": native.all_to_all}
 
 
-@overload
-def all_to_all(
-    tensor: Tensor,
-    group: Group | dist.ProcessGroup | None = None,
-    algorithm: Algorithm = "pairwise",
-    *,
-    async_op: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def all_to_all(
-    tensor: Tensor,
-    group: Group | dist.ProcessGroup | None = None,
-    algorithm: Algorithm = "pairwise",
-    *,
-    async_op: Literal[True],
-) -> Handle[Tensor]: ...
+@collective
 def all_to_all(
     tensor: Tensor,
     group: Group | dist.ProcessGroup | None = None,

@@ -43,7 +43,7 @@ def check_tensor(tensor: Tensor) -> None:
 def check_writable(tensor: Tensor) -> None:
     """Raise ValueError for a tensor whose elements share memory, such as an expanded tensor."""
     check_tensor(tensor)
-    if overlaps_itself(tensor):
+    if not tensor.is_contiguous() and overlaps_itself(tensor):
         raise ValueError(
             "an expanded tensor cannot hold the result, because its elements share memory; "
             "clone() it first"

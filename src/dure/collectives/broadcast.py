@@ -9,7 +9,7 @@ Source: Thakur et al. 2005, "Optimization of Collective Communication Operations
 
 from __future__ import annotations
 
-from typing import Literal, get_args, overload
+from typing import Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,7 +24,7 @@ from dure.collectives.arguments import (
     give_back,
 )
 from dure.collectives.group import Group
-from dure.collectives.handle import Handle
+from dure.collectives.handle import Handle, collective
 
 Algorithm = Literal["tree", "linear", "native"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
@@ -32,24 +32,7 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 _RULES = {"tree": tree.broadcast, "linear": master.broadcast, "native": native.broadcast}
 
 
-@overload
-def broadcast(
-    tensor: Tensor,
-    group: Group | dist.ProcessGroup | None = None,
-    root: int = 0,
-    algorithm: Algorithm = "tree",
-    *,
-    async_op: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def broadcast(
-    tensor: Tensor,
-    group: Group | dist.ProcessGroup | None = None,
-    root: int = 0,
-    algorithm: Algorithm = "tree",
-    *,
-    async_op: Literal[True],
-) -> Handle[Tensor]: ...
+@collective
 def broadcast(
     tensor: Tensor,
     group: Group | dist.ProcessGroup | None = None,

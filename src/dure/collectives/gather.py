@@ -9,7 +9,7 @@ Source: Thakur et al. 2005, "Optimization of Collective Communication Operations
 
 from __future__ import annotations
 
-from typing import Literal, get_args, overload
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor
 from dure.collectives.algorithms import native
 from dure.collectives.arguments import check_algorithm, check_root, check_tensor, flat_of
 from dure.collectives.group import Group
-from dure.collectives.handle import Handle
+from dure.collectives.handle import Handle, collective
 
 Algorithm = Literal["linear", "native"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
@@ -40,24 +40,7 @@ def linear(mine: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0
 _RULES = {"linear": linear, "native": native.gather}
 
 
-@overload
-def gather(
-    tensor: Tensor,
-    group: Group | dist.ProcessGroup | None = None,
-    root: int = 0,
-    algorithm: Algorithm = "linear",
-    *,
-    async_op: Literal[False] = False,
-) -> Tensor | None: ...
-@overload
-def gather(
-    tensor: Tensor,
-    group: Group | dist.ProcessGroup | None = None,
-    root: int = 0,
-    algorithm: Algorithm = "linear",
-    *,
-    async_op: Literal[True],
-) -> Handle[Tensor | None]: ...
+@collective
 def gather(
     tensor: Tensor,
     group: Group | dist.ProcessGroup | None = None,

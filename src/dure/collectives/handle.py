@@ -13,8 +13,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
+from torch import Tensor
+
+Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 
 IDLE = 1.0
@@ -72,6 +75,29 @@ class Handle(Generic[Value]):
         if error is None:
             raise RuntimeError("this operation failed, and the first waiter received the error")
         raise error
+
+
+class Collective(Protocol[Arguments, Value]):
+    """Type of a collective: its result, or with `async_op=True` a handle for the result."""
+
+    @overload
+    def __call__(
+        self, tensor: Tensor, *arguments: object, async_op: Literal[True], **named: object
+    ) -> Handle[Value]: ...
+    @overload
+    def __call__(self, *arguments: Arguments.args, **named: Arguments.kwargs) -> Value: ...
+
+
+def collective(
+    function: Callable[Arguments, Value | Handle[Value]],
+) -> Collective[Arguments, Value]:
+    """Declare a collective by its only signature; returns the function itself.
+
+    The type of its result then depends on `async_op`.
+    """
+    # A type cannot add a parameter to `Arguments`, so arguments beside `async_op=True` are not
+    # checked by type.
+    return function  # type: ignore[return-value]
 
 
 class OperationQueue:

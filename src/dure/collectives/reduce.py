@@ -10,7 +10,7 @@ Source: Thakur et al. 2005, "Optimization of Collective Communication Operations
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,7 +25,7 @@ from dure.collectives.arguments import (
     give_back,
 )
 from dure.collectives.group import Group
-from dure.collectives.handle import Handle
+from dure.collectives.handle import Handle, collective
 from dure.collectives.operation import reduction as reduction_of
 
 Algorithm = Literal["tree", "linear", "native"]
@@ -34,26 +34,7 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 _RULES = {"tree": tree.reduce, "linear": master.reduce, "native": native.reduce}
 
 
-@overload
-def reduce(
-    tensor: Tensor,
-    group: Group | dist.ProcessGroup | None = None,
-    root: int = 0,
-    algorithm: Algorithm = "tree",
-    op: Any = "sum",
-    *,
-    async_op: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def reduce(
-    tensor: Tensor,
-    group: Group | dist.ProcessGroup | None = None,
-    root: int = 0,
-    algorithm: Algorithm = "tree",
-    op: Any = "sum",
-    *,
-    async_op: Literal[True],
-) -> Handle[Tensor]: ...
+@collective
 def reduce(
     tensor: Tensor,
     group: Group | dist.ProcessGroup | None = None,

@@ -11,7 +11,7 @@ one_shot).
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from dure.collectives.algorithms import native, one_shot, ring
 from dure.collectives.arguments import check_algorithm, check_tensor, flat_of, lengths_of
 from dure.collectives.group import Group
-from dure.collectives.handle import Handle
+from dure.collectives.handle import Handle, collective
 from dure.collectives.operation import SUM, Reduction
 from dure.collectives.operation import reduction as reduction_of
 
@@ -37,24 +37,7 @@ def _ring(
 _RULES = {"ring": _ring, "one_shot": one_shot.reduce_scatter, "native": native.reduce_scatter}
 
 
-@overload
-def reduce_scatter(
-    tensor: Tensor,
-    group: Group | dist.ProcessGroup | None = None,
-    algorithm: Algorithm = "ring",
-    op: Any = "sum",
-    *,
-    async_op: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def reduce_scatter(
-    tensor: Tensor,
-    group: Group | dist.ProcessGroup | None = None,
-    algorithm: Algorithm = "ring",
-    op: Any = "sum",
-    *,
-    async_op: Literal[True],
-) -> Handle[Tensor]: ...
+@collective
 def reduce_scatter(
     tensor: Tensor,
     group: Group | dist.ProcessGroup | None = None,

@@ -8,7 +8,7 @@ Source: Thakur et al. 2005, "Optimization of Collective Communication Operations
 
 from __future__ import annotations
 
-from typing import Literal, get_args, overload
+from typing import Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,7 +23,7 @@ from dure.collectives.arguments import (
     give_back,
 )
 from dure.collectives.group import Group
-from dure.collectives.handle import Handle
+from dure.collectives.handle import Handle, collective
 from dure.tensors.overlap import overlap
 
 Algorithm = Literal["linear", "native"]
@@ -45,26 +45,7 @@ def linear(mine: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0
 _RULES = {"linear": linear, "native": native.scatter}
 
 
-@overload
-def scatter(
-    tensor: Tensor,
-    source: Tensor | None = None,
-    group: Group | dist.ProcessGroup | None = None,
-    root: int = 0,
-    algorithm: Algorithm = "linear",
-    *,
-    async_op: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def scatter(
-    tensor: Tensor,
-    source: Tensor | None = None,
-    group: Group | dist.ProcessGroup | None = None,
-    root: int = 0,
-    algorithm: Algorithm = "linear",
-    *,
-    async_op: Literal[True],
-) -> Handle[Tensor]: ...
+@collective
 def scatter(
     tensor: Tensor,
     source: Tensor | None = None,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from dure.arguments import SuggestsArguments
+from dure.arguments import SuggestsArguments, above, at_least, check_ranges
 from dure.record.history import reaches
 from dure.settings import parse_fields, read_bytes
 
@@ -35,15 +35,15 @@ class Stop(SuggestsArguments, common=True):
         min_delta: minimum improvement of an evaluation that counts for patience.
     """
 
-    epochs: float | None = None
-    steps: int | None = None
-    rounds: int | None = None
-    seconds: float | None = None
+    epochs: float | None = field(default=None, metadata=above(0))
+    steps: int | None = field(default=None, metadata=above(0))
+    rounds: int | None = field(default=None, metadata=above(0))
+    seconds: float | None = field(default=None, metadata=above(0))
     target: Mapping[str, float] | None = None
-    bytes: float | None = None
-    patience: int | None = None
+    bytes: float | None = field(default=None, metadata=above(0))
+    patience: int | None = field(default=None, metadata=above(0))
     monitor: str | None = None
-    min_delta: float = 0.0
+    min_delta: float = field(default=0.0, metadata=at_least(0))
 
     def __post_init__(self) -> None:
         parse_fields(self, {"bytes": read_bytes})
@@ -58,12 +58,7 @@ class Stop(SuggestsArguments, common=True):
 
         unit: "step" or "round", whichever the run counts.
         """
-        for name in ("epochs", "steps", "rounds", "seconds", "bytes", "patience"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:  # NaN is not either
-                raise ValueError(f"{name} is {value}, but it has to be more than 0")
-        if not self.min_delta >= 0:
-            raise ValueError(f"min_delta is {self.min_delta}, but it has to be 0 or more")
+        check_ranges(self)
         # Limits of the other unit are allowed, since one Stop serves a comparison, but end nothing.
         own = self.steps if unit == "step" else self.rounds
         others = (self.epochs, self.seconds, self.bytes, self.patience)

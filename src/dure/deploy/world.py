@@ -13,12 +13,13 @@ import ssl
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 
+from dure.arguments import above, check_ranges
 from dure.contracts.world import RankContext
 from dure.errors import RunFolderError, ServeError, warn
 from dure.fleet.budget import TransferBudget
@@ -113,7 +114,7 @@ class Network(ClientWorld):
     deadline: float = 600.0
     heartbeat: float = 10.0
     measure_seconds: float = 60.0
-    exchange_seconds: float = 60.0
+    exchange_seconds: float = field(default=60.0, metadata=above(0))
     record: bool = False
     log: str | None = None
     status_port: int | None = None
@@ -129,10 +130,7 @@ class Network(ClientWorld):
         refuse_under_torchrun("a server")
         # Raises ValueError for a budget that is none.
         _ = self.conditions
-        if not self.exchange_seconds > 0:
-            raise ValueError(
-                f"exchange_seconds is {self.exchange_seconds}, but it has to be more than 0"
-            )
+        check_ranges(self)
         # Absolute paths, because a resumed run may be started in another folder.
         for name in ("certificate", "key", "client_ca", "log", "roster"):
             value = getattr(self, name)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
+from dure.arguments import at_least, between, check_ranges
 from dure.contracts.fresh_model import examples_for
 from dure.contracts.learner import Learner, Proof
 from dure.contracts.lr_schedule import check_counts_rounds
@@ -124,18 +125,18 @@ class Federated(Strategy):
         delta: probability that the epsilon does not hold; well below 1 / clients.
     """
 
-    clients: int | None = None
-    fraction: float = 1.0
-    local_epochs: int = 1
-    local_steps: int | None = None
+    clients: int | None = field(default=None, metadata=at_least(1))
+    fraction: float = field(default=1.0, metadata=between(0, 1, "(]"))
+    local_epochs: int = field(default=1, metadata=at_least(1))
+    local_steps: int | None = field(default=None, metadata=at_least(1))
     batch_size: int | None = 10
     partition: Partition = field(default_factory=IID)
     selection: Selection = field(default_factory=Uniform)
     aggregate: Aggregator = field(default_factory=Mean)
-    held_out: float = 0.0
-    fine_tune: int = 0
+    held_out: float = field(default=0.0, metadata=between(0, 1, "[)"))
+    fine_tune: int = field(default=0, metadata=at_least(0))
     held_out_order: HeldOutOrder = "random"
-    freeze_at: int | None = None
+    freeze_at: int | None = field(default=None, metadata=at_least(0))
     privacy: Privacy = NOTHING
     epsilon: float | None = None
     delta: float = 1e-5
@@ -311,24 +312,11 @@ class Federated(Strategy):
     def check_settings(self) -> None:
         """Raise ValueError for a field that is invalid for any task."""
         check_batch_size(self.batch_size)
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction is {self.fraction}, but it has to be in (0, 1]")
-        if self.clients is not None and self.clients < 1:
-            raise ValueError(f"clients is {self.clients}, but it has to be 1 or more")
-        if self.local_epochs < 1:
-            raise ValueError(f"local_epochs is {self.local_epochs}, but it has to be 1 or more")
-        if self.local_steps is not None and self.local_steps < 1:
-            raise ValueError(f"local_steps is {self.local_steps}, but it has to be 1 or more")
-        if not 0 <= self.held_out < 1:
-            raise ValueError(f"held_out is {self.held_out}, but it has to be in [0, 1)")
-        if self.fine_tune < 0:
-            raise ValueError(f"fine_tune is {self.fine_tune}, but it has to be 0 or more")
+        check_ranges(self)
         if self.held_out_order not in get_args(HeldOutOrder):
             raise ValueError(
                 f"held_out_order is {self.held_out_order!r}, but it has to be random or newest"
             )
-        if self.freeze_at is not None and self.freeze_at < 0:
-            raise ValueError(f"freeze_at is {self.freeze_at}, but it has to be a round, 0 or more")
 
     def check(self, task: Task, world: World) -> None:
         self.check_settings()

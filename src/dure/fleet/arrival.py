@@ -20,25 +20,23 @@ for Data Streams", AISTATS 2023 (clients whose memory is small).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from dure.arguments import CheckedSettings
-from dure.randomness.hashed_numbers import check_share
+from dure.arguments import NamedSettings, above, between
 from dure.settings import listed, read, write
 
 
 @dataclass(frozen=True)
-class Arrival(CheckedSettings):
+class Arrival(NamedSettings):
     """Base class of arrival settings, with a name, a text form, and `present`.
 
     is_static: whether all data are always available, so that no query is needed.
     """
 
-    name: ClassVar[str]
     is_static: ClassVar[bool] = False
 
     def present(self, n: int, now: float) -> Tensor:
@@ -70,11 +68,8 @@ class GradualArrival(Arrival):
     """Data that arrive evenly. share: available at the start. seconds: until all are available."""
 
     name: ClassVar[str] = "arriving"
-    share: float = 0.1
-    seconds: float = 86_400.0
-
-    def __post_init__(self) -> None:
-        _check(self)
+    share: float = field(default=0.1, metadata=between(0, 1))
+    seconds: float = field(default=86_400.0, metadata=above(0, finite=True))
 
     def present(self, n: int, now: float) -> Tensor:
         return torch.arange(_count(n, self.share + (1 - self.share) * min(now / self.seconds, 1)))
@@ -88,11 +83,8 @@ class GradualForgetting(Arrival):
     """
 
     name: ClassVar[str] = "leaving"
-    share: float = 0.1
-    seconds: float = 86_400.0
-
-    def __post_init__(self) -> None:
-        _check(self)
+    share: float = field(default=0.1, metadata=between(0, 1))
+    seconds: float = field(default=86_400.0, metadata=above(0, finite=True))
 
     def present(self, n: int, now: float) -> Tensor:
         return torch.arange(n - _count(n, 1 - (1 - self.share) * min(now / self.seconds, 1)), n)
@@ -106,11 +98,8 @@ class MovingWindow(Arrival):
     """
 
     name: ClassVar[str] = "window"
-    share: float = 0.1
-    seconds: float = 86_400.0
-
-    def __post_init__(self) -> None:
-        _check(self)
+    share: float = field(default=0.1, metadata=between(0, 1))
+    seconds: float = field(default=86_400.0, metadata=above(0, finite=True))
 
     def present(self, n: int, now: float) -> Tensor:
         start = int(n * (math.fmod(now, self.seconds) / self.seconds))
@@ -136,12 +125,3 @@ def parse_arrival(text: str) -> Arrival:
 def _count(n: int, share: float) -> int:
     # Never 0: every job has examples, and a mean has weights.
     return max(round(n * share), 1)
-
-
-def _check(arrival: GradualArrival | GradualForgetting | MovingWindow) -> None:
-    check_share(arrival.share, f"{arrival.name}: the share")
-    if not (arrival.seconds > 0 and math.isfinite(arrival.seconds)):
-        raise ValueError(
-            f"{arrival.name}: the time has to be a positive number of seconds, not "
-            f"{arrival.seconds}"
-        )

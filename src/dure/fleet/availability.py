@@ -25,10 +25,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from dure.arguments import CheckedSettings
+from dure.arguments import NamedSettings, above, at_least, between
 from dure.errors import DataError
 from dure.fleet.table import in_order, read_table
 from dure.randomness.hashed_numbers import uniform
@@ -44,13 +44,12 @@ Closer than that, floats do not distinguish the periods.
 
 
 @dataclass(frozen=True)
-class Availability(CheckedSettings):
+class Availability(NamedSettings):
     """Base class of availability settings, with a name, a text form, `next` and `until`.
 
     always: whether every client is always available, so that no query is needed.
     """
 
-    name: ClassVar[str]
     always: ClassVar[bool] = False
 
     def next(self, client: int, now: float, seed: int) -> float:
@@ -95,17 +94,15 @@ class Probability(Availability):
     """
 
     name: ClassVar[str] = "probability"
-    p: float = 0.5
-    period: float = 3_600.0
+    p: float = field(default=0.5, metadata=between(0, 1, "(]"))
+    period: float = field(default=3_600.0, metadata=above(0, finite=True))
 
     def __post_init__(self) -> None:
-        if not 0 < self.p <= 1:
-            raise ValueError(f"probability: it has to be above 0 and at most 1, not {self.p}")
+        super().__post_init__()
         if not LEAST <= self.p <= 1 - LEAST and self.p != 1:
             raise ValueError(
                 f"probability: {self.p} is too close to {round(self.p)}, the smallest is {LEAST}"
             )
-        _check_length(self.period, "probability: the period")
 
     def next(self, client: int, now: float, seed: int) -> float:
         return max(
@@ -174,15 +171,8 @@ class Daily(Availability):
     """
 
     name: ClassVar[str] = "daily"
-    share: float = 0.25
-    day: float = _DAY
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(
-                f"daily: the share of the day has to be above 0 and at most 1, not {self.share}"
-            )
-        _check_length(self.day, "daily: the day")
+    share: float = field(default=0.25, metadata=between(0, 1, "(]"))
+    day: float = field(default=_DAY, metadata=above(0, finite=True))
 
     def next(self, client: int, now: float, seed: int) -> float:
         return now if self.share == 1 else max(now, self._window(client, now, seed)[0])
@@ -225,14 +215,10 @@ class AvailabilityFile(Availability):
 
     name: ClassVar[str] = "file"
     path: str = ""
-    every: float = 0.0
+    every: float = field(default=0.0, metadata=at_least(0, finite=True))
 
     def __post_init__(self) -> None:
-        if not (self.every >= 0 and math.isfinite(self.every)):
-            raise ValueError(
-                "file: the seconds until the schedule repeats have to be 0 (never) or more, not "
-                f"{self.every}"
-            )
+        super().__post_init__()
         found: dict[str, list[tuple[float, float]]] = {}
         for line, client, (start, end) in read_table(self.path, ("client", "start", "end")):
             if not 0 <= start < end:
@@ -325,8 +311,3 @@ def _joined(windows: list[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             joined.append((start, end))
     return joined
-
-
-def _check_length(value: float, what: str) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{what} has to be a positive number of seconds, not {value}")

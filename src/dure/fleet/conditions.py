@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from dure.arguments import above, at_least, between, check_ranges
 from dure.contracts.world import Kind, World
 from dure.fleet.arrival import Arrival, StaticData, parse_arrival
 from dure.fleet.attacks import Attack, NoAttack, parse_attack
@@ -66,18 +67,18 @@ class Conditions:
     devices: Devices = field(default_factory=Equal)
     availability: Availability = field(default_factory=Always)
     arrival: Arrival = field(default_factory=StaticData)
-    drop_out: float = 0.0
+    drop_out: float = field(default=0.0, metadata=between(0, 1, "[)"))
     attack: Attack = field(default_factory=NoAttack)
     attackers: float = 0.0
     attackers_change: bool = False
     engine: EngineName = "auto"
-    processes: int | None = None
-    server_mbit: float = math.inf
-    server_examples_per_second: float = math.inf
+    processes: int | None = field(default=None, metadata=at_least(1))
+    server_mbit: float = field(default=math.inf, metadata=above(0))
+    server_examples_per_second: float = field(default=math.inf, metadata=above(0))
     energy: Energy = field(default_factory=NoEnergy)
     transfer_budget: int | str | None = None
-    keep_updates: int = 0
-    deadline: float = 60.0
+    keep_updates: int = field(default=0, metadata=at_least(0))
+    deadline: float = field(default=60.0, metadata=above(0))
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -92,8 +93,7 @@ class Conditions:
                 "transfer_budget": read_bytes,
             },
         )
-        if not 0 <= self.drop_out < 1:
-            raise ValueError(f"drop_out is {self.drop_out}, but it has to be a probability below 1")
+        check_ranges(self)
         if not self.attackers >= 0 or (self.attackers > 1 and self.attackers % 1):
             raise ValueError(
                 f"attackers is {self.attackers}, but it has to be an integer, or a share below 1"
@@ -113,22 +113,6 @@ class Conditions:
             raise ValueError(
                 f"transfer_budget is {budget}, but it has to be a number of bytes above 0"
             )
-        if self.keep_updates < 0:
-            raise ValueError(
-                f"keep_updates is {self.keep_updates}, but it has to be a number of rounds, 0 or "
-                "more"
-            )
-        if not self.deadline > 0:
-            raise ValueError(f"deadline is {self.deadline} s, but it has to be more than 0")
-        if not self.server_mbit > 0:
-            raise ValueError(f"server_mbit is {self.server_mbit}, but it has to be greater than 0")
-        speed = self.server_examples_per_second
-        if not speed > 0:
-            raise ValueError(
-                f"server_examples_per_second is {speed}, but it has to be greater than 0"
-            )
-        if self.processes is not None and self.processes < 1:
-            raise ValueError(f"processes is {self.processes}, but it has to be at least 1")
         if self.device is not None:
             there = chosen_device(self.device)
             # Stored as resolved, so that the run folder has the choice on this machine.

@@ -29,13 +29,13 @@ sigma 1 the middle 90 % differ by a factor of 27.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from dure.arguments import CheckedSettings
+from dure.arguments import NamedSettings, above, at_least, between
 from dure.errors import DataError
 from dure.fleet.table import in_order, read_table
-from dure.randomness.hashed_numbers import check_share, normal, uniform
+from dure.randomness.hashed_numbers import normal, uniform
 from dure.settings import listed, read, write
 
 _SPEED = 100.0
@@ -62,10 +62,8 @@ class Device(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Devices(CheckedSettings):
+class Devices(NamedSettings):
     """Base class of device settings, with a name, a text form, and `of`."""
-
-    name: ClassVar[str]
 
     def of(self, client: int, seed: int) -> Device:
         """Return the device of `client`; every call returns the same device."""
@@ -85,12 +83,9 @@ class Equal(Devices):
     """Equal devices for all clients. "inf" is no time at all."""
 
     name: ClassVar[str] = "equal"
-    examples_per_second: float = _SPEED
-    down_mbit: float = _DOWN
-    up_mbit: float = _UP
-
-    def __post_init__(self) -> None:
-        _check_speeds(self.name, self.examples_per_second, self.down_mbit, self.up_mbit)
+    examples_per_second: float = field(default=_SPEED, metadata=above(0))
+    down_mbit: float = field(default=_DOWN, metadata=above(0))
+    up_mbit: float = field(default=_UP, metadata=above(0))
 
     def of(self, client: int, seed: int) -> Device:
         return _device(self.examples_per_second, self.down_mbit, self.up_mbit)
@@ -104,16 +99,11 @@ class Stragglers(Devices):
     """
 
     name: ClassVar[str] = "stragglers"
-    share: float = 0.1
-    factor: float = 10.0
-    examples_per_second: float = _SPEED
-    down_mbit: float = _DOWN
-    up_mbit: float = _UP
-
-    def __post_init__(self) -> None:
-        check_share(self.share, "stragglers: their share")
-        _check_factor(self.name, self.factor)
-        _check_speeds(self.name, self.examples_per_second, self.down_mbit, self.up_mbit)
+    share: float = field(default=0.1, metadata=between(0, 1))
+    factor: float = field(default=10.0, metadata=at_least(1, finite=True))
+    examples_per_second: float = field(default=_SPEED, metadata=above(0))
+    down_mbit: float = field(default=_DOWN, metadata=above(0))
+    up_mbit: float = field(default=_UP, metadata=above(0))
 
     def of(self, client: int, seed: int) -> Device:
         slow = uniform(seed, "straggler", client) < self.share
@@ -129,16 +119,11 @@ class Jitter(Devices):
     """
 
     name: ClassVar[str] = "jitter"
-    share: float = 0.2
-    factor: float = 5.0
-    examples_per_second: float = _SPEED
-    down_mbit: float = _DOWN
-    up_mbit: float = _UP
-
-    def __post_init__(self) -> None:
-        check_share(self.share, "jitter: the share of slow work")
-        _check_factor(self.name, self.factor)
-        _check_speeds(self.name, self.examples_per_second, self.down_mbit, self.up_mbit)
+    share: float = field(default=0.2, metadata=between(0, 1))
+    factor: float = field(default=5.0, metadata=at_least(1, finite=True))
+    examples_per_second: float = field(default=_SPEED, metadata=above(0))
+    down_mbit: float = field(default=_DOWN, metadata=above(0))
+    up_mbit: float = field(default=_UP, metadata=above(0))
 
     def of(self, client: int, seed: int) -> Device:
         return _device(self.examples_per_second, self.down_mbit, self.up_mbit)
@@ -157,15 +142,10 @@ class Lognormal(Devices):
     """
 
     name: ClassVar[str] = "lognormal"
-    sigma: float = 1.0
-    examples_per_second: float = _SPEED
-    down_mbit: float = _DOWN
-    up_mbit: float = _UP
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sigma <= 10:
-            raise ValueError(f"lognormal: sigma has to be between 0 and 10, not {self.sigma}")
-        _check_speeds(self.name, self.examples_per_second, self.down_mbit, self.up_mbit)
+    sigma: float = field(default=1.0, metadata=between(0, 10))
+    examples_per_second: float = field(default=_SPEED, metadata=above(0))
+    down_mbit: float = field(default=_DOWN, metadata=above(0))
+    up_mbit: float = field(default=_UP, metadata=above(0))
 
     def of(self, client: int, seed: int) -> Device:
         # Two draws: computation and link are independent. The medians are the values of `equal`.
@@ -225,15 +205,3 @@ def parse_devices(text: str) -> Devices:
 
 def _device(examples_per_second: float, down_mbit: float, up_mbit: float) -> Device:
     return Device(examples_per_second, down_mbit * BYTES_PER_MBIT, up_mbit * BYTES_PER_MBIT)
-
-
-def _check_factor(name: str, factor: float) -> None:
-    if not (factor >= 1 and math.isfinite(factor)):
-        raise ValueError(f"{name}: the factor has to be at least 1, not {factor}")
-
-
-def _check_speeds(name: str, *speeds: float) -> None:
-    if not all(speed > 0 for speed in speeds):
-        raise ValueError(
-            f"{name}: examples per second and megabits per second have to be positive, not {speeds}"
-        )

@@ -9,19 +9,16 @@ devices and links, so measure yours.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from dure.arguments import CheckedSettings
+from dure.arguments import NamedSettings, at_least
 from dure.settings import listed, read, write
 
 
 @dataclass(frozen=True)
-class Energy(CheckedSettings):
+class Energy(NamedSettings):
     """Base class of energy settings, with a name, a text form, and `joules`."""
-
-    name: ClassVar[str]
 
     def joules(self, operations: float, down: float, up: float) -> float | None:
         """Return the joules of operations and of bytes down and up; None if not counted."""
@@ -47,14 +44,9 @@ class Joules(Energy):
     """Equal energy for all devices: joules per operation, per byte received, and per byte sent."""
 
     name: ClassVar[str] = "joules"
-    per_operation: float = 0.0
-    per_byte_down: float = 0.0
-    per_byte_up: float = 0.0
-
-    def __post_init__(self) -> None:
-        values = (self.per_operation, self.per_byte_down, self.per_byte_up)
-        if not all(value >= 0 and math.isfinite(value) for value in values):
-            raise ValueError(f"joules: energies have to be 0 or more, not {values}")
+    per_operation: float = field(default=0.0, metadata=at_least(0, finite=True))
+    per_byte_down: float = field(default=0.0, metadata=at_least(0, finite=True))
+    per_byte_up: float = field(default=0.0, metadata=at_least(0, finite=True))
 
     def joules(self, operations: float, down: float, up: float) -> float | None:
         return operations * self.per_operation + down * self.per_byte_down + up * self.per_byte_up

@@ -52,13 +52,6 @@ def malicious_clients(
     return MaliciousClients(_permutation(clients, seed, turn), attacker_count(clients, attackers))
 
 
-def is_attacker(
-    client: int, clients: int, attackers: float, seed: int, turn: int | None = None
-) -> bool:
-    """Return whether `client` is in `malicious_clients(clients, attackers, seed, turn)`."""
-    return client in malicious_clients(clients, attackers, seed, turn)
-
-
 def attacker_count(clients: int, attackers: float) -> int:
     """Return the number of malicious clients among `clients`.
 

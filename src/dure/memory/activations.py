@@ -1,7 +1,6 @@
 """A model's activations: tensors that autograd saves in forward for backward.
 
-    saved_bytes(model, inputs)      bytes of all activations
-    observe_call(model, inputs)     by module, with the inputs and outputs of each call
+`observe_call` measures them by module, with the inputs and outputs of each call.
 
 Each storage counts once, with its whole size, because a view keeps all of it alive. Parameters and
 buffers do not count, because they exist in any case; the inputs count if an operation saves them.
@@ -63,14 +62,6 @@ class ModuleCall:
         yield self
         for call in self.calls:
             yield from call.walk()
-
-
-def saved_bytes(model: nn.Module, inputs: Any, spare: bool = False) -> int:
-    """Return the bytes that autograd saves in `model(inputs)`, in the present modes of the modules.
-
-    spare: as for `observe_call`, whose errors it raises.
-    """
-    return sum(observe_call(model, inputs, spare).saved.values())
 
 
 def observe_call(model: nn.Module, inputs: Any, spare: bool = False) -> ModuleCall:

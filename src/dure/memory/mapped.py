@@ -2,7 +2,6 @@
 
     with mapped(Disk()) as disk:           every large tensor that is created inside is in a file
         model = make_model()
-    read_pages_ahead(model.parameters())   read pages ahead, during another computation
     release_pages(model.parameters())      let pages leave memory; the values stay
     with releasing_used_pages():           tensors that are used inside leave memory again
         model(inputs)
@@ -437,36 +436,15 @@ def release_pages(tensors: Iterable[Tensor]) -> None:
     The system writes changed pages of a file of `Disk` to the file, and changed pages of a
     `mapped_view` to the swap space.
     """
-    _advise(tensors, mmap.MADV_DONTNEED)
-
-
-def read_pages_ahead(tensors: Iterable[Tensor]) -> None:
-    """Ask the system to read the pages of mapped tensors in the background."""
-    _advise(tensors, mmap.MADV_WILLNEED)
-
-
-def release_all_pages() -> None:
-    """Release the pages of all mapped tensors."""
-    with _lock:
-        for address, length in list(_segments.items()):
-            # A tensor may have been deleted since the list was made.
-            if address in _segments:
-                _libc.madvise(address, length, mmap.MADV_DONTNEED)
-        for address, length in list(_views.values()):
-            _libc.madvise(address, length, _PAGE_OUT)
-
-
-def _advise(tensors: Iterable[Tensor], advice: int) -> None:
     for tensor in tensors:
         # The tensor keeps its mapping alive during the call.
         address = _storage_address(tensor)
         length = _segments.get(address)
         if length is not None:
-            _libc.madvise(address, length, advice)
+            _libc.madvise(address, length, mmap.MADV_DONTNEED)
         elif address in _views:
             # Written pages of a `mapped_view` exist only in memory and must not be discarded.
-            own = _PAGE_OUT if advice == mmap.MADV_DONTNEED else advice
-            _libc.madvise(*_views[address], own)
+            _libc.madvise(*_views[address], _PAGE_OUT)
 
 
 def is_on_disk(tensor: Tensor) -> bool:

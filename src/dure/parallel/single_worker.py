@@ -21,12 +21,13 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from dure.arguments import at_least, check_ranges
 from dure.contracts.fresh_model import examples_for
 from dure.contracts.learner import Learner, Proof, StepResult
 from dure.contracts.lr_schedule import ScheduledRates
@@ -68,7 +69,7 @@ from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
-from dure.tasks.gradient_accumulation import accumulate_gradient, check_accumulate
+from dure.tasks.gradient_accumulation import accumulate_gradient
 from dure.tasks.gradient_transforms import GradientTransforms, forward_context
 from dure.tasks.loss_scaling import loss_scaling_of
 from dure.tasks.loss_shares import CountedLoss
@@ -112,8 +113,8 @@ class SingleWorker(Strategy):
 
     batch_size: int | None = 64
     device: str = "cpu"
-    loaders: int = 0
-    accumulate: int = 1
+    loaders: int = field(default=0, metadata=at_least(0))
+    accumulate: int = field(default=1, metadata=at_least(1))
     privacy: DPSGD | None = None
     epsilon: float | None = None
     delta: float = 1e-5
@@ -184,9 +185,7 @@ class SingleWorker(Strategy):
                 "Processes(1)"
             )
         device_of(self.device)
-        if self.loaders < 0:
-            raise ValueError(f"loaders is {self.loaders}, but it has to be 0 or more")
-        check_accumulate(self.accumulate)
+        check_ranges(self)
         if self.accumulate > 1 and self.loaders:
             raise ValueError(
                 "loaders read whole batches, but accumulate computes a batch in pieces: leave "

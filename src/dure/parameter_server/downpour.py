@@ -24,6 +24,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from dure.arguments import above, at_least, check_ranges
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
 from dure.contracts.learner import Learner, Proof
@@ -51,7 +52,6 @@ from dure.parameter_server.replica import Pace
 from dure.parameter_server.simulated_replicas import SimulatedReplicas
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
-from dure.tasks.gradient_accumulation import check_accumulate
 
 
 @dataclass(frozen=True)
@@ -79,22 +79,22 @@ class Downpour(Strategy):
         accumulate: pieces in which a worker computes its part of a batch, one after another.
     """
 
-    replicas: int = 4
-    partitions: int = 1
-    servers: int = 1
+    replicas: int = field(default=4, metadata=at_least(1))
+    partitions: int = field(default=1, metadata=at_least(1))
+    servers: int = field(default=1, metadata=at_least(1))
     batch_size: int | None = 64
-    fetch_every: int = 1
-    push_every: int = 1
-    warm_start: int = 0
-    gamma: float | None = None
-    alpha: float | None = None
+    fetch_every: int = field(default=1, metadata=at_least(1))
+    push_every: int = field(default=1, metadata=at_least(1))
+    warm_start: int = field(default=0, metadata=at_least(0))
+    gamma: float | None = field(default=None, metadata=above(0))
+    alpha: float | None = field(default=None, metadata=above(0))
     overlap: bool = True
-    period: int | None = None
-    microbatches: int = 4
+    period: int | None = field(default=None, metadata=at_least(1))
+    microbatches: int = field(default=4, metadata=at_least(1))
     partition: Partition = field(default_factory=IID)
     copies: int = 0
     compression: Compression = field(default_factory=NoCompression)
-    accumulate: int = 1
+    accumulate: int = field(default=1, metadata=at_least(1))
 
     name: ClassVar[str] = "downpour"
     traits: ClassVar[Traits] = Traits(
@@ -156,33 +156,13 @@ class Downpour(Strategy):
         return CANNOT.get(feature)
 
     def check(self, task: Task, world: World) -> None:
-        for name in (
-            "replicas",
-            "partitions",
-            "servers",
-            "fetch_every",
-            "push_every",
-            "microbatches",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but it has to be 1 or more")
-        if self.warm_start < 0:
-            raise ValueError(
-                f"warm_start is {self.warm_start}, but it has to be a number of steps, 0 or more"
-            )
-        for name in ("gamma", "alpha"):
-            rate = getattr(self, name)
-            if rate is not None and not rate > 0:
-                raise ValueError(f"{name} is {rate}, but it has to be greater than 0")
-        if self.period is not None and self.period < 1:
-            raise ValueError(f"period is {self.period}, but it has to be 1 or more")
+        check_ranges(self)
         if self.copies not in (0, 1) or (self.copies and self.servers < 2):
             raise ValueError(
                 f"copies is {self.copies} with servers={self.servers}, but it has to be 0, or 1 "
                 "with at least two servers"
             )
         check_compression(self.compression)
-        check_accumulate(self.accumulate)
         if self.accumulate > 1 and self.partitions > 1:
             raise ValueError(
                 "a replica of several partitions computes its batch in microbatches: leave "

@@ -27,6 +27,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from dure.arguments import at_least, check_ranges
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
 from dure.contracts.learner import Learner
@@ -56,7 +57,6 @@ from dure.parameter_server.processes.meeting import ranks_of
 from dure.parameter_server.simulated import SimulatedParameterServer
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
-from dure.tasks.gradient_accumulation import check_accumulate
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,16 @@ class ParameterServer(Strategy):
         accumulate: pieces in which a worker computes its part of a batch, one after another.
     """
 
-    servers: int = 1
-    workers: int = 2
+    servers: int = field(default=1, metadata=at_least(1))
+    workers: int = field(default=2, metadata=at_least(1))
     batch_size: int | None = 64
     staleness: int | None = 0
-    period: int | None = None
+    period: int | None = field(default=None, metadata=at_least(1))
     replicas: int = 0
-    groups: int = 1
+    groups: int = field(default=1, metadata=at_least(1))
     slows_stale: bool = False
     compression: Compression = field(default_factory=NoCompression)
-    accumulate: int = 1
+    accumulate: int = field(default=1, metadata=at_least(1))
 
     name: ClassVar[str] = "parameter-server"
     traits: ClassVar[Traits] = Traits(
@@ -143,9 +143,7 @@ class ParameterServer(Strategy):
         return CANNOT.get(feature)
 
     def check(self, task: Task, world: World) -> None:
-        for name in ("servers", "workers", "groups"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but it has to be 1 or more")
+        check_ranges(self)
         if self.staleness is not None and self.staleness < 0:
             raise ValueError(
                 f"staleness is {self.staleness}, but it has to be 0 or more (None: unlimited)"
@@ -159,14 +157,11 @@ class ParameterServer(Strategy):
                 f"replicas is {self.replicas} with servers={self.servers}, but it has to be 0, or "
                 "1 with at least two servers"
             )
-        if self.period is not None and self.period < 1:
-            raise ValueError(f"period is {self.period}, but it has to be 1 or more")
         if self.slows_stale and self.staleness == 0:
             raise ValueError(
                 "slows_stale applies to stale gradients, but with staleness=0 no gradient is stale"
             )
         check_compression(self.compression)
-        check_accumulate(self.accumulate)
         check_joint_batch(self.batch_size, len(task.train), self.workers // self.groups)
         ranks = ranks_of(self.plan)
         if world.workers not in (None, ranks):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
+from dure.arguments import above, at_least, check_ranges
 from dure.privacy.protection import Protection
 from dure.settings import read
 
@@ -23,17 +24,14 @@ class DPSGD(Protection):
     clients always draw from the seed.
     """
 
-    clip: float = 1.0
-    noise: float = 0.0
+    clip: float = field(default=1.0, metadata=above(0))
+    noise: float = field(default=0.0, metadata=at_least(0, finite=True))
     draws: Draws = "system"
 
     name: ClassVar[str] = "dp-sgd"
 
     def __post_init__(self) -> None:
-        if not self.clip > 0:
-            raise ValueError(f"dp-sgd: clip is {self.clip}, but it has to be greater than 0")
-        if not 0 <= self.noise < math.inf:
-            raise ValueError(f"dp-sgd: noise is {self.noise}, but it has to be 0 or more")
+        check_ranges(self, named=True)
         if self.noise and math.isinf(self.clip):
             raise ValueError("dp-sgd: noise needs a finite clip: give one")
         if self.draws not in get_args(Draws):

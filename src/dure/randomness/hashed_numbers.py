@@ -24,12 +24,3 @@ def uniform(seed: int, purpose: str, *position: int) -> float:
 def normal(seed: int, purpose: str, *position: int) -> float:
     """Return a standard normal number, a function of the arguments (a single hash)."""
     return _STANDARD.inv_cdf(uniform(seed, purpose, *position))
-
-
-def check_share(value: float, what: str) -> None:
-    """Raise ValueError unless `value` is in [0, 1].
-
-    what: name of the share for the message, such as "stragglers: the share".
-    """
-    if not 0 <= value <= 1:
-        raise ValueError(f"{what} has to be between 0 and 1, not {value}")

@@ -65,8 +65,6 @@ _CLOSE = 0.01
 _MOST = 1e15
 """Bound on the numbers of a run, since a folder from elsewhere may contain any."""
 
-_MOST_RANKS = 100_000
-
 _MOST_NAMED = 2
 """Most values, beside the most frequent, that the line names."""
 

@@ -38,8 +38,3 @@ class SplitPlan:
     compression: Compression = field(default_factory=NoCompression)
     personal_heads: bool = False
     held_out: float = 0.0
-
-    @property
-    def client_stages(self) -> list[int]:
-        """Stages of the model at a client."""
-        return [0, 2] if self.rules.labels_stay else [0]

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
+from dure.arguments import at_least, between, check_ranges
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
 from dure.contracts.fresh_model import examples_for, unused_copy
@@ -99,15 +100,15 @@ class Split(Strategy):
     """
 
     cut: tuple[str, ...] = ()
-    clients: int | None = None
-    local_epochs: int = 1
+    clients: int | None = field(default=None, metadata=at_least(1))
+    local_epochs: int = field(default=1, metadata=at_least(1))
     batch_size: int | None = 10
     partition: Partition = field(default_factory=IID)
     defence: Defence = field(default_factory=NoDefence)
     measure_leaks: bool = False
     compression: Compression = field(default_factory=NoCompression)
     personal_heads: bool = False
-    held_out: float = 0.0
+    held_out: float = field(default=0.0, metadata=between(0, 1, "[)"))
 
     traits: ClassVar[Traits] = Traits(
         kind="clients",
@@ -232,11 +233,7 @@ class Split(Strategy):
     def _check(self, task: Task) -> None:
         check_at(self.cut)
         check_batch_size(self.batch_size)
-        for name, value in (("clients", self.clients), ("local_epochs", self.local_epochs)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, but it has to be 1 or more")
-        if not 0 <= self.held_out < 1:
-            raise ValueError(f"held_out is {self.held_out}, but it has to be in [0, 1)")
+        check_ranges(self)
         if self.held_out and not self.personal_heads:
             raise ValueError(
                 "held_out evaluates models with personal heads, but all clients share one head: "

@@ -31,6 +31,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from dure.arguments import at_least, between, check_ranges
 from dure.contracts.fresh_model import examples_for
 from dure.contracts.learner import Learner, Proof
 from dure.contracts.strategy import Feature, RunTraits, Strategy, Traits
@@ -83,12 +84,12 @@ class VerticalSplit(Strategy):
     """
 
     features: tuple[str, ...] = ()
-    parties: int | None = None
+    parties: int | None = field(default=None, metadata=at_least(1))
     batch_size: int | None = 64
     label_party: int | None = None
     align: bool = False
     id_column: int | None = None
-    missing: float = 0.0
+    missing: float = field(default=0.0, metadata=between(0, 1, "[)"))
     defence: Defence = field(default_factory=NoDefence)
     measure_leaks: bool = False
 
@@ -142,10 +143,7 @@ class VerticalSplit(Strategy):
             )
         check_batch_size(self.batch_size)
         check_columns(self.plan.features)
-        if self.parties is not None and self.parties < 1:
-            raise ValueError(f"parties is {self.parties}, but it has to be 1 or more")
-        if not 0 <= self.missing < 1:
-            raise ValueError(f"missing is {self.missing}, but it has to be a share below 1")
+        check_ranges(self)
         if not self.align and (self.missing or self.id_column is not None):
             name = "missing" if self.missing else "id_column"
             raise ValueError(f"{name} needs alignment: give align too")

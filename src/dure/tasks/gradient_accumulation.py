@@ -25,12 +25,6 @@ class AccumulatedLoss(NamedTuple):
     counted: float
 
 
-def check_accumulate(accumulate: int) -> None:
-    """Raise ValueError for a number of pieces below 1."""
-    if accumulate < 1:
-        raise ValueError(f"accumulate is {accumulate}, but it has to be 1 or more")
-
-
 def accumulate_gradient(
     losses: CountedLoss,
     indices: Tensor,

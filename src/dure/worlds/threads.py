@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from dure.arguments import at_least, check_ranges
 from dure.contracts.world import Kind, RankContext, World
 from dure.machine.cores import available_cores
 from dure.machine.devices import default_devices, device_of
@@ -32,7 +33,7 @@ class Threads(World):
             without CUDA devices.
     """
 
-    threads: int | None = None
+    threads: int | None = field(default=None, metadata=at_least(1))
     devices: tuple[str, ...] | None = None
 
     name: ClassVar[str] = "threads"
@@ -40,8 +41,7 @@ class Threads(World):
 
     def __post_init__(self) -> None:
         refuse_under_torchrun("a world of threads")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads is {self.threads}, but it has to be 1 or more")
+        check_ranges(self)
         given = self.devices
         if not given:
             given = default_devices(self.threads, available_cores())

@@ -285,16 +285,16 @@ def test_a_text_names_a_compression(text: str, compression: Compression) -> None
     [
         ("topk", "there is no compression 'topk', did you mean 'top-k'?"),
         ("top-k:a", "the compression 'top-k:a': 'a' is not a number; write top-k:RATIO"),
-        ("top-k:0", "top-k: the ratio has to be above 0 and at most 1, not 0.0"),
-        ("top-k:nan", "top-k: the ratio has to be above 0"),
+        ("top-k:0", "top-k: ratio is 0.0, but it has to be in (0, 1]"),
+        ("top-k:nan", "top-k: ratio is nan, but it has to be in (0, 1]"),
         ("none:1", "has too many values: write none"),
         ("cast:float8", "cast: the dtype has to be bfloat16 or float16, not 'float8'"),
-        ("qsgd:0", "qsgd: levels has to be 1 to 32767, not 0"),
+        ("qsgd:0", "qsgd: levels is 0, but it has to be in [1, 32767]"),
         ("qsgd:1:12", "qsgd: the bucket has to be a positive multiple of 8, not 12"),
-        ("power-sgd:0", "power-sgd: the rank has to be at least 1, not 0"),
+        ("power-sgd:0", "power-sgd: rank is 0, but it has to be 1 or more"),
         ("power-sgd:1.5", "'1.5' is not an integer"),
-        ("power-sgd:1:-1", "the least compression has to be at least 0"),
-        ("power-sgd:1:0:-1", "has to start after 0 calls or more"),
+        ("power-sgd:1:-1", "power-sgd: min_compression is -1.0, but it has to be 0 or more"),
+        ("power-sgd:1:0:-1", "power-sgd: start_after is -1, but it has to be 0 or more"),
     ],
 )
 def test_a_text_that_names_none_is_refused_in_one_line(text: str, complaint: str) -> None:

@@ -471,7 +471,7 @@ def test_momentum_on_the_server_adds_up() -> None:
         (dure.FedAsync(weighting="poly"), "there is no weighting 'poly'; there are: constant"),  # type: ignore[arg-type]
         (dure.FedAsync(a=float("nan")), "a is nan, which is not a number"),
         (dure.FedAsync(b=float("nan"), weighting="hinge"), "b is nan, which is not a number"),
-        (dure.FedAsync(rho=float("inf")), "a, b and rho have to be 0 or more"),
+        (dure.FedAsync(rho=float("inf")), "rho is inf, but it has to be 0 or more"),
         (dure.FedAvg(server_lr=float("inf")), "server_lr is inf, but it has to be greater than 0"),
         (dure.FedAdam(tau=float("inf")), "tau is inf, but it has to be greater than 0"),
         (dure.PerFedAvg(order="hessian_free"), "there is no order 'hessian_free', did you mean"),  # type: ignore[arg-type]

@@ -132,7 +132,6 @@ def costs(group: Group) -> dict[str, tuple[int, int]]:
         "enter_sequence": (between.enter_sequence, shard, whole, size * shard),
         "leave_sequence": (between.leave_sequence, whole, size * shard, size * whole),
         "scatter_sequence": (between.scatter_sequence, whole, shard, whole),
-        "gather_sequence": (between.gather_sequence, shard, whole, shard),
         "share": (
             partial(between.gather_shared_unit, sharers=size),
             features,
@@ -168,7 +167,6 @@ def test_what_travels() -> None:
                 "enter_sequence": (half, half),
                 "leave_sequence": (half, half),
                 "scatter_sequence": (0, half),
-                "gather_sequence": (half, 0),
                 "share": (half, half),
             }
 

@@ -134,9 +134,7 @@ def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0
     )
     if group.rank == root:
         reduction.finish(flat)
-        group.meter.received((group.size - 1) * flat.nbytes)
-    else:
-        group.meter.sent(flat.nbytes)
+    _count_to(root, flat, group)
 
 
 def broadcast(flat: Tensor, group: Group, root: int = 0) -> None:
@@ -146,13 +144,7 @@ def broadcast(flat: Tensor, group: Group, root: int = 0) -> None:
             broadcast(host, group, root)
         return
     dist.broadcast(_carried(flat), group.global_rank(root), group=group.process_group_of(flat))
-    _count(
-        group,
-        flat,
-        [rank for rank in range(group.size) if rank != root] if group.rank == root else [],
-    )
-    if group.rank != root:
-        group.meter.received(flat.nbytes)
+    _count_from(root, flat, group)
 
 
 def gather(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0) -> None:
@@ -165,10 +157,7 @@ def gather(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int =
     dist.gather(
         _carried(tensor), into, group.global_rank(root), group=group.process_group_of(tensor)
     )
-    if group.rank == root:
-        group.meter.received((group.size - 1) * tensor.nbytes)
-    else:
-        group.meter.sent(tensor.nbytes)
+    _count_to(root, tensor, group)
 
 
 def scatter(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0) -> None:
@@ -181,17 +170,23 @@ def scatter(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int 
     dist.scatter(
         _carried(tensor), source, group.global_rank(root), group=group.process_group_of(tensor)
     )
-    _count(
-        group,
-        tensor,
-        [rank for rank in range(group.size) if rank != root] if group.rank == root else [],
-    )
+    _count_from(root, tensor, group)
+
+
+def _count_to(root: int, tensor: Tensor, group: Group) -> None:
+    """Count a message of every other rank to the root."""
+    if group.rank == root:
+        group.meter.received((group.size - 1) * tensor.nbytes)
+    else:
+        group.meter.sent(tensor.nbytes)
+
+
+def _count_from(root: int, tensor: Tensor, group: Group) -> None:
+    """Count a message of the root to every other rank."""
     if group.rank != root:
         group.meter.received(tensor.nbytes)
-
-
-def _count(group: Group, tensor: Tensor, targets: list[int]) -> None:
-    for _ in targets:
+        return
+    for _ in range(group.size - 1):
         group.meter.sent(tensor.nbytes)
 
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from dure.arguments import CheckedSettings
+from dure.arguments import NamedSettings
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression.bucket import CompressionBucket
 from dure.collectives.compression.gathered import Codec, GatheredCompressor
@@ -63,10 +63,9 @@ class Compressor(Protocol):
 
 
 @dataclass(frozen=True)
-class Compression(CheckedSettings):
+class Compression(NamedSettings):
     """Base of all compressions: a name, a text form, compressors, mostly a codec."""
 
-    name: ClassVar[str]
     compresses: ClassVar[bool] = True
     """Whether anything other than the unchanged tensors travels."""
     remembers: ClassVar[bool] = False

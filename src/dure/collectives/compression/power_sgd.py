@@ -30,12 +30,13 @@ for Distributed Optimization", NeurIPS 2019, and the authors' library.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dure.arguments import at_least
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.compression.bucket import CompressionBucket
 from dure.collectives.compression.compression import Compression, Compressor
@@ -57,21 +58,9 @@ class PowerSGD(Compression):
 
     name: ClassVar[str] = "power-sgd"
     remembers: ClassVar[bool] = True
-    rank: int = 2
-    min_compression: float = 2.0
-    start_after: int = 0
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"power-sgd: the rank has to be at least 1, not {self.rank}")
-        if not self.min_compression >= 0:
-            raise ValueError(
-                f"power-sgd: the least compression has to be at least 0, not {self.min_compression}"
-            )
-        if self.start_after < 0:
-            raise ValueError(
-                f"power-sgd: it has to start after 0 calls or more, not {self.start_after}"
-            )
+    rank: int = field(default=2, metadata=at_least(1))
+    min_compression: float = field(default=2.0, metadata=at_least(0))
+    start_after: int = field(default=0, metadata=at_least(0))
 
     def codec(self, bucket: CompressionBucket) -> Codec:
         raise ValueError(

@@ -21,7 +21,7 @@ Encoding", NeurIPS 2017.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dure.arguments import between
 from dure.collectives.compression.bucket import CompressionBucket
 from dure.collectives.compression.compression import Compression
 from dure.collectives.compression.gathered import Codec
@@ -45,12 +46,11 @@ class QSGD(Compression):
     """
 
     name: ClassVar[str] = "qsgd"
-    levels: int = 7
+    levels: int = field(default=7, metadata=between(1, 32767))
     bucket: int = 512
 
     def __post_init__(self) -> None:
-        if not 1 <= self.levels <= 32767:
-            raise ValueError(f"qsgd: levels has to be 1 to 32767, not {self.levels}")
+        super().__post_init__()
         if self.bucket < 8 or self.bucket % 8:
             raise ValueError(
                 f"qsgd: the bucket has to be a positive multiple of 8, not {self.bucket}"

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dure.arguments import between
 from dure.collectives.compression.bucket import CompressionBucket
 from dure.collectives.compression.compression import Compression
 from dure.collectives.compression.gathered import Codec
@@ -48,11 +49,7 @@ class TopK(Compression):
 
     name: ClassVar[str] = "top-k"
     remembers: ClassVar[bool] = True
-    ratio: float = 0.01
-
-    def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"top-k: the ratio has to be above 0 and at most 1, not {self.ratio}")
+    ratio: float = field(default=0.01, metadata=between(0, 1, "(]"))
 
     def codec(self, bucket: CompressionBucket) -> Codec:
         return TopKCodec(bucket, self.ratio)

@@ -13,11 +13,12 @@ section 3.1, describe data that are not independent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
+from dure.arguments import at_least
 from dure.data.examples import Examples
 from dure.data.partition.partition import ClientParts, Partition, assign_parts
 from dure.randomness.seeds import generator
@@ -28,11 +29,7 @@ class Blocks(Partition):
     """Blocks of consecutive examples, equal to within 1; each client draws `per_client`."""
 
     name: ClassVar[str] = "blocks"
-    per_client: int = 1
-
-    def __post_init__(self) -> None:
-        if self.per_client < 1:
-            raise ValueError(f"blocks: a client needs at least 1 block, not {self.per_client}")
+    per_client: int = field(default=1, metadata=at_least(1))
 
     def _divide(self, clients: int, examples: Examples, seed: int) -> ClientParts:
         n = len(examples)

@@ -6,16 +6,17 @@ Sources: M. Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dure.arguments import above, at_least
 from dure.data.examples import Examples
 from dure.data.partition.partition import ClientParts, Partition, required_labels
-from dure.data.partition.skew import check_skew, shares, with_minimum
+from dure.data.partition.skew import shares, with_minimum
 from dure.randomness.seeds import derive
 
 
@@ -30,11 +31,8 @@ class Dirichlet(Partition):
     """
 
     name: ClassVar[str] = "dirichlet"
-    alpha: float = 0.5
-    minimum: int = 1
-
-    def __post_init__(self) -> None:
-        check_skew(self.name, self.alpha, self.minimum)
+    alpha: float = field(default=0.5, metadata=above(0, finite=True))
+    minimum: int = field(default=1, metadata=at_least(1))
 
     def _divide(self, clients: int, examples: Examples, seed: int) -> ClientParts:
         labels = required_labels(examples, self)

@@ -23,12 +23,13 @@ changes the examples.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dure.arguments import between
 from dure.data.examples import Examples
 from dure.data.partition.partition import ClientParts, Partition, assign_parts
 from dure.randomness.seeds import generator
@@ -65,11 +66,7 @@ class FeatureSkew(Partition):
     """
 
     name: ClassVar[str] = "feature-skew"
-    skew: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.skew <= 1:
-            raise ValueError(f"feature-skew: the skew has to be between 0 and 1, not {self.skew}")
+    skew: float = field(default=1.0, metadata=between(0, 1))
 
     def _divide(self, clients: int, examples: Examples, seed: int) -> ClientParts:
         n = len(examples)

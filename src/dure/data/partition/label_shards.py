@@ -5,11 +5,12 @@ Source: H. B. McMahan et al., AISTATS 2017, section 3 (MNIST: 200 shards of 300,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
+from dure.arguments import at_least
 from dure.data.examples import Examples
 from dure.data.partition.partition import ClientParts, Partition, assign_parts, required_labels
 from dure.randomness.seeds import generator
@@ -23,13 +24,7 @@ class LabelShards(Partition):
     """
 
     name: ClassVar[str] = "label-shards"
-    per_client: int = 2
-
-    def __post_init__(self) -> None:
-        if self.per_client < 1:
-            raise ValueError(
-                f"label shards: a client needs at least 1 shard, not {self.per_client}"
-            )
+    per_client: int = field(default=2, metadata=at_least(1))
 
     def _divide(self, clients: int, examples: Examples, seed: int) -> ClientParts:
         n = len(examples)

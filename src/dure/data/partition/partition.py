@@ -12,16 +12,15 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 
-from dure.arguments import CheckedSettings
+from dure.arguments import NamedSettings
 from dure.data.examples import Examples
 from dure.settings import write
 
 
 @dataclass(frozen=True)
-class Partition(CheckedSettings):
+class Partition(NamedSettings):
     """Base of all partitions: a name, a text form, and `divide`."""
 
-    name: ClassVar[str]
     clients_by_default: ClassVar[int | None] = 10
     """Default number of clients; None if the data determine it."""
 

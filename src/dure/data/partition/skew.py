@@ -7,8 +7,6 @@ alpha never ends.)
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,14 +16,6 @@ EVEN = 1e100
 
 Sums of much larger values overflow.
 """
-
-
-def check_skew(name: str, alpha: float, minimum: int) -> None:
-    """Raise ValueError for an invalid alpha or minimum."""
-    if not (alpha > 0 and math.isfinite(alpha)):
-        raise ValueError(f"{name}: alpha has to be a positive number, not {alpha}")
-    if minimum < 1:
-        raise ValueError(f"{name}: a client needs at least 1 example, not {minimum}")
 
 
 def shares(random: np.random.Generator, alpha: float, clients: int) -> np.ndarray:

@@ -43,7 +43,8 @@ learns which examples the site has.
 sends for a batch in split learning (`dure.split.gradient_bound`).
 
 `owner` is the same as `dure join --owner`: the site takes part only if this owner has signed a
-roster that lists the site (`dure.wire.owners_roster`). `dure.deploy.client.site` checks the signature.
+roster that lists the site (`dure.wire.owners_roster`). `dure.deploy.client.site` checks its
+signature.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ work is still needed. A session stops retrying if the server is unreachable for 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import ssl
 import threading
@@ -545,15 +544,6 @@ def _check_forms(tensors: Mapping[str, Tensor], expected: Mapping[str, TensorSpe
 
 def _long(seconds: float) -> str:
     return f"{seconds:g} s" if seconds < 3600 else f"{seconds / 3600:g} h"
-
-
-def digest_of_file(path: Path) -> str:
-    """Return the SHA-256 of a file, as hexadecimal digits."""
-    hashed = hashlib.sha256()
-    with opened(path) as file:
-        while chunk := file.read(1 << 20):
-            hashed.update(chunk)
-    return hashed.hexdigest()
 
 
 def tensors_in(path: Path) -> dict[str, Tensor]:

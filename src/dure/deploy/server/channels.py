@@ -22,7 +22,6 @@ the trained system needs (`allow`). A client has `HELLO_SECONDS` for its first f
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -53,8 +52,6 @@ from dure.protocol.channels import ClientConnected, ClientDisconnected, ClientFr
 from dure.wire import requests
 from dure.wire.requests import CheckIn
 from dure.wire.signatures import Key
-
-LOG = logging.getLogger("dure.server")
 
 CHANNEL = "/v1/channel"
 

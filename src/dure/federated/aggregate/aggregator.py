@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from dure.arguments import CheckedSettings
+from dure.arguments import NamedSettings
 from dure.errors import TooFewUpdatesError
 from dure.federated.aggregate.rows import UpdateRows
 from dure.randomness.seeds import RoundSeed
@@ -36,7 +36,7 @@ Groups = Callable[[int, RoundSeed], list[list[int]]]
 
 
 @dataclass(frozen=True)
-class Aggregator(CheckedSettings):
+class Aggregator(NamedSettings):
     """Base class of `Folds` and `Collects`.
 
     name: the beginning of the text form; a user-defined rule needs none. collects: whether the rule
@@ -44,7 +44,6 @@ class Aggregator(CheckedSettings):
     need not be formed. wraps: whether the last field, `inner`, is another aggregator.
     """
 
-    name: ClassVar[str]
     collects: ClassVar[bool]
     sums: ClassVar[bool] = False
     wraps: ClassVar[bool] = False

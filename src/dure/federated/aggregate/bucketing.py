@@ -14,12 +14,13 @@ Bucketing", ICLR 2022.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dure.arguments import at_least
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Groups
 from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner
@@ -36,12 +37,8 @@ class Bucketing(Collects):
 
     name: ClassVar[str] = "bucketing"
     wraps: ClassVar[bool] = True
-    s: int = 2
+    s: int = field(default=2, metadata=at_least(1))
     inner: Aggregator = MEDIAN
-
-    def __post_init__(self) -> None:
-        if self.s < 1:
-            raise ValueError(f"bucketing: a bucket needs at least 1 update, not {self.s}")
 
     def check(self, updates: int) -> None:
         try:

@@ -19,12 +19,13 @@ in Byzantium", ICML 2018.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dure.arguments import at_least
 from dure.federated.aggregate.aggregator import Collects, still_broken
 from dure.federated.aggregate.krum import scores
 from dure.federated.aggregate.median import middle
@@ -41,11 +42,7 @@ class Bulyan(Collects):
     """
 
     name: ClassVar[str] = "bulyan"
-    f: int = 1
-
-    def __post_init__(self) -> None:
-        if self.f < 0:
-            raise ValueError(f"bulyan: f has to be 0 or more, not {self.f}")
+    f: int = field(default=1, metadata=at_least(0))
 
     def check(self, updates: int) -> None:
         if updates < 4 * self.f + 3:

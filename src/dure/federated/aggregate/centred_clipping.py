@@ -18,13 +18,13 @@ Optimization", ICML 2021.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dure.arguments import above, at_least
 from dure.federated.aggregate.aggregator import Collects
 from dure.federated.aggregate.median import coordinate_median
 from dure.federated.aggregate.rows import UpdateRows
@@ -39,16 +39,8 @@ class CentredClipping(Collects):
     """
 
     name: ClassVar[str] = "centred-clipping"
-    tau: float = 10.0
-    iterations: int = 1
-
-    def __post_init__(self) -> None:
-        if not (self.tau > 0 and math.isfinite(self.tau)):
-            raise ValueError(f"centred-clipping: tau has to be a positive number, not {self.tau}")
-        if self.iterations < 1:
-            raise ValueError(
-                f"centred-clipping: at least 1 iteration is needed, not {self.iterations}"
-            )
+    tau: float = field(default=10.0, metadata=above(0, finite=True))
+    iterations: int = field(default=1, metadata=at_least(1))
 
     def combine_finite(
         self, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None

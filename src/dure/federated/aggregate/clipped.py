@@ -17,14 +17,14 @@ Learning?", 2019.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from dure.arguments import above
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.mean import Mean
 from dure.federated.aggregate.rows import UpdateRows, is_finite
@@ -44,11 +44,11 @@ class ClippedUpdates(Folds):
 
     name: ClassVar[str] = "clipped"
     wraps: ClassVar[bool] = True
-    norm: float = 10.0
+    norm: float = field(default=10.0, metadata=above(0, finite=True))
     inner: Folds = MEAN
 
     def __post_init__(self) -> None:
-        _check(self.norm)
+        super().__post_init__()
         if not isinstance(self.inner, Folds):
             raise ValueError(
                 f"{self.inner} collects all updates before combining them: write "
@@ -89,11 +89,8 @@ class ClippedRows(Collects):
 
     name: ClassVar[str] = "clipped"
     wraps: ClassVar[bool] = True
-    norm: float = 10.0
+    norm: float = field(default=10.0, metadata=above(0, finite=True))
     inner: Collects = MEDIAN
-
-    def __post_init__(self) -> None:
-        _check(self.norm)
 
     def check(self, updates: int) -> None:
         self.inner.check(updates)
@@ -116,8 +113,3 @@ def clip(norm: float, inner: Aggregator) -> ClippedUpdates | ClippedRows:
         return ClippedUpdates(norm, inner)
     assert isinstance(inner, Collects)
     return ClippedRows(norm, inner)
-
-
-def _check(norm: float) -> None:
-    if not (norm > 0 and math.isfinite(norm)):
-        raise ValueError(f"clipped: the norm has to be a positive number, not {norm}")

@@ -18,12 +18,13 @@ Byzantine Gradient Descent", SIGMETRICS 2018, algorithm 2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dure.arguments import at_least
 from dure.federated.aggregate import weiszfeld
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Groups
 from dure.federated.aggregate.geometric_median import GeometricMedian
@@ -39,11 +40,7 @@ class GeometricMedianOfMeans(Collects):
     """
 
     name: ClassVar[str] = "geometric-median-of-means"
-    k: int = 10
-
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"geometric-median-of-means: at least 1 group is needed, not {self.k}")
+    k: int = field(default=10, metadata=at_least(1))
 
     def check(self, updates: int) -> None:
         if updates < self.k:

@@ -15,12 +15,13 @@ Byzantine Tolerant Gradient Descent", NIPS 2017.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dure.arguments import at_least
 from dure.federated.aggregate.aggregator import Collects, still_broken
 from dure.federated.aggregate.rows import UpdateRows
 from dure.randomness.seeds import RoundSeed
@@ -35,14 +36,8 @@ class Krum(Collects):
     """
 
     name: ClassVar[str] = "krum"
-    f: int = 1
-    m: int = 1
-
-    def __post_init__(self) -> None:
-        if self.f < 0:
-            raise ValueError(f"krum: f has to be 0 or more, not {self.f}")
-        if self.m < 1:
-            raise ValueError(f"krum: at least 1 update has to be chosen, not {self.m}")
+    f: int = field(default=1, metadata=at_least(0))
+    m: int = field(default=1, metadata=at_least(1))
 
     def check(self, updates: int) -> None:
         least = max(2 * self.f + 3, self.f + self.m)

@@ -16,12 +16,13 @@ A Recipe for Optimal Byzantine ML under Heterogeneity", AISTATS 2023.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dure.arguments import at_least
 from dure.federated.aggregate.aggregator import Aggregator, Collects, still_broken
 from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner
@@ -37,12 +38,8 @@ class Mixing(Collects):
 
     name: ClassVar[str] = "mixing"
     wraps: ClassVar[bool] = True
-    f: int = 1
+    f: int = field(default=1, metadata=at_least(0))
     inner: Aggregator = MEDIAN
-
-    def __post_init__(self) -> None:
-        if self.f < 0:
-            raise ValueError(f"mixing: f has to be 0 or more, not {self.f}")
 
     def check(self, updates: int) -> None:
         if updates < 2 * self.f + 1:

@@ -16,12 +16,12 @@ Source: K. Pillutla, S. Kakade, Z. Harchaoui, "Robust Aggregation for Federated 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
+from dure.arguments import above
 from dure.federated.aggregate import weiszfeld
 from dure.federated.aggregate.aggregator import Collects
 from dure.federated.aggregate.rows import UpdateRows
@@ -36,11 +36,7 @@ class RFA(Collects):
     """
 
     name: ClassVar[str] = "rfa"
-    nu: float = 1e-6
-
-    def __post_init__(self) -> None:
-        if not (self.nu > 0 and math.isfinite(self.nu)):
-            raise ValueError(f"rfa: nu has to be a positive number, not {self.nu}")
+    nu: float = field(default=1e-6, metadata=above(0, finite=True))
 
     def combine_finite(
         self, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None

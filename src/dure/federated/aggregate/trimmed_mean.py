@@ -14,12 +14,13 @@ Towards Optimal Statistical Rates", ICML 2018.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dure.arguments import between
 from dure.federated.aggregate.aggregator import Collects, still_broken
 from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.aggregate.sorting_network import sorted_rows
@@ -31,11 +32,7 @@ class TrimmedMean(Collects):
     """The mean of each coordinate, without floor(beta·m) values at each end. beta in [0, 1/2)."""
 
     name: ClassVar[str] = "trimmed-mean"
-    beta: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.beta < 0.5:
-            raise ValueError(f"trimmed-mean: beta has to be in [0, 0.5), not {self.beta}")
+    beta: float = field(default=0.1, metadata=between(0, 0.5, "[)"))
 
     def trimmed(self, updates: int) -> int:
         """Return the number of values that are left out at each end."""

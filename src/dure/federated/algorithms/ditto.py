@@ -16,13 +16,13 @@ Source: T. Li et al., "Ditto: Fair and Robust Federated Learning Through Persona
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from msgspec.structs import replace
 from torch import Tensor
 
-from dure.contracts.task import Task
+from dure.arguments import at_least
 from dure.federated.algorithm import Algorithm, AlgorithmInputs, ClientMemory, PersonalisedModel
 from dure.federated.engines.job import ClientJob, JobResult
 from dure.federated.strategy import Federated
@@ -38,15 +38,11 @@ class Ditto(Federated):
     """
 
     held_out: float = 0.2
-    lam: float = 0.1
+    lam: float = field(default=0.1, metadata=at_least(0, finite=True))
 
     name: ClassVar[str] = "ditto"
     title: ClassVar[str] = "Ditto"
     noises_steps: ClassVar[bool] = False
-
-    def check_task(self, task: Task) -> None:
-        if not 0 <= self.lam < float("inf"):
-            raise ValueError(f"lam is {self.lam}, but it has to be 0 or more")
 
     def algorithm(self, start: AlgorithmInputs) -> Algorithm:
         return PersonalisedModels(self.lam)

@@ -16,11 +16,11 @@ Source: C. Xie, S. Koyejo, I. Gupta, "Asynchronous Federated Optimization", 2019
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Context, Decimal
 from typing import ClassVar, Literal, get_args
 
+from dure.arguments import at_least, between
 from dure.contracts.task import Task
 from dure.federated.algorithm import Algorithm, AlgorithmInputs
 from dure.federated.algorithms.fed_prox import Proximal
@@ -48,31 +48,21 @@ class FedAsync(Federated):
     """
 
     fraction: float = 0.1
-    alpha: float = 0.6
+    alpha: float = field(default=0.6, metadata=between(0, 1))
     weighting: Weighting = "polynomial"
-    a: float = 0.5
-    b: float = 4.0
-    rho: float = 0.005
-    stale: int | None = None
+    a: float = field(default=0.5, metadata=at_least(0, finite=True))
+    b: float = field(default=4.0, metadata=at_least(0, finite=True))
+    rho: float = field(default=0.005, metadata=at_least(0, finite=True))
+    stale: int | None = field(default=None, metadata=at_least(0))
 
     name: ClassVar[str] = "fed-async"
     title: ClassVar[str] = "FedAsync"
 
     def check_task(self, task: Task) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha is {self.alpha}, but it has to be in [0, 1]")
         if self.weighting not in get_args(Weighting):
             raise ValueError(
                 f"there is no weighting "
                 f"{self.weighting!r}{suggestion(self.weighting, get_args(Weighting))}"
-            )
-        if not all(0 <= value < math.inf for value in (self.a, self.b, self.rho)):
-            raise ValueError(
-                f"a, b and rho have to be 0 or more, not {self.a}, {self.b} and {self.rho}"
-            )
-        if self.stale is not None and self.stale < 0:
-            raise ValueError(
-                f"stale is {self.stale}, but it has to be a number of versions, 0 or more"
             )
         check_no_rounds(self)
 

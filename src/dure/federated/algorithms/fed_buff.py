@@ -17,9 +17,10 @@ Source: J. Nguyen et al., "Federated Learning with Buffered Asynchronous Aggrega
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from dure.arguments import at_least
 from dure.contracts.stop import Stop
 from dure.contracts.task import Task
 from dure.federated.algorithm import Algorithm, AlgorithmInputs
@@ -49,15 +50,13 @@ class FedBuff(Federated):
     """
 
     fraction: float = 0.1
-    buffer: int = 10
+    buffer: int = field(default=10, metadata=at_least(1))
     server_lr: float = 1.0
 
     name: ClassVar[str] = "fed-buff"
     title: ClassVar[str] = "FedBuff"
 
     def check_task(self, task: Task) -> None:
-        if self.buffer < 1:
-            raise ValueError(f"buffer is {self.buffer}, but it has to be 1 or more")
         check_no_rounds(self)
 
     def planned(self, task: Task, stop: Stop) -> Self:

@@ -15,12 +15,12 @@ scheme.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from msgspec.structs import replace
 
-from dure.contracts.task import Task
+from dure.arguments import at_least
 from dure.federated.algorithm import Algorithm, AlgorithmInputs, ClientMemory
 from dure.federated.engines.job import ClientJob
 from dure.federated.strategy import Federated
@@ -36,16 +36,12 @@ class FedProx(Federated):
         equal_weights: give all updates the same weight, instead of the number of examples.
     """
 
-    mu: float = 0.01
+    mu: float = field(default=0.01, metadata=at_least(0, finite=True))
     equal_weights: bool = False
 
     name: ClassVar[str] = "fed-prox"
     title: ClassVar[str] = "FedProx"
     sends_partial_work: ClassVar[bool] = True
-
-    def check_task(self, task: Task) -> None:
-        if not 0 <= self.mu < float("inf"):
-            raise ValueError(f"mu is {self.mu}, but it has to be 0 or more")
 
     def algorithm(self, start: AlgorithmInputs) -> Algorithm:
         return Proximal(self.mu, self.equal_weights)

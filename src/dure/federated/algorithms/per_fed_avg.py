@@ -19,11 +19,12 @@ Guarantees: A Model-Agnostic Meta-Learning Approach", NeurIPS 2020.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 from torch import nn
 
+from dure.arguments import at_least
 from dure.contracts.strategy import Feature
 from dure.contracts.task import Task
 from dure.contracts.world import Kind
@@ -49,7 +50,7 @@ class PerFedAvg(Federated):
 
     held_out: float = 0.2
     fine_tune: int = 1
-    alpha: float = 0.01
+    alpha: float = field(default=0.01, metadata=at_least(0, finite=True))
     order: DerivativeOrder = "first-order"
 
     name: ClassVar[str] = "per-fed-avg"
@@ -63,8 +64,6 @@ class PerFedAvg(Federated):
         return super().cannot(feature, kind)
 
     def check_task(self, task: Task) -> None:
-        if not 0 <= self.alpha < float("inf"):
-            raise ValueError(f"alpha is {self.alpha}, but it has to be 0 or more")
         if self.order not in get_args(DerivativeOrder):
             raise ValueError(
                 f"there is no order {self.order!r}"

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dure.arguments import above, at_least, check_ranges
 from dure.collectives.compression import Compression, NoCompression
 from dure.federated.attacks.recording import RecordedUpdate
 from dure.randomness.seeds import generator
@@ -36,15 +37,12 @@ class UpdateChange:
         compression: compression of each update.
     """
 
-    noise: float = 0.0
-    clip: float | None = None
+    noise: float = field(default=0.0, metadata=at_least(0, finite=True))
+    clip: float | None = field(default=None, metadata=above(0))
     compression: Compression = field(default_factory=NoCompression)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.noise < math.inf:
-            raise ValueError(f"noise is {self.noise}, but it has to be 0 or more")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip is {self.clip}, but it has to be greater than 0")
+        check_ranges(self)
 
     def __str__(self) -> str:
         said = []

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dure.arguments import at_least, check_ranges
 from dure.contracts.fresh_model import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import Examples
@@ -121,9 +122,9 @@ class Examination:
 
     sums: Sequence[int] = (1, 8)
     changes: Sequence[UpdateChange] = (UpdateChange(),)
-    groups: int = 4
-    most: int = 100
-    iterations: int = 400
+    groups: int = field(default=4, metadata=at_least(1))
+    most: int = field(default=100, metadata=at_least(1))
+    iterations: int = field(default=400, metadata=at_least(1))
     attacks: Sequence[str] = ATTACKS
     shown: int = 8
     seed: int = 0
@@ -131,9 +132,7 @@ class Examination:
     def __post_init__(self) -> None:
         if not self.sums or min(self.sums) < 1:
             raise ValueError(f"sums is {tuple(self.sums)}, but each has to be 1 or more")
-        for name in ("groups", "most", "iterations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but it has to be 1 or more")
+        check_ranges(self)
         unknown = [one for one in self.attacks if one not in ATTACKS]
         if unknown:
             raise ValueError(f"there is no attack {unknown[0]!r}; there are: {', '.join(ATTACKS)}")

@@ -28,12 +28,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import numpy as np
 
-from dure.arguments import CheckedSettings
+from dure.arguments import CheckedSettings, above, at_least, check_ranges
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 from dure.settings import name_of, read, write
@@ -64,9 +64,9 @@ class Selection(CheckedSettings):
     far; inf waits for all. minimum: fewest answers at the deadline; with fewer, the round restarts.
     """
 
-    over: float = 1.0
-    deadline: float = math.inf
-    minimum: int = 1
+    over: float = field(default=1.0, metadata=at_least(1, finite=True))
+    deadline: float = field(default=math.inf, metadata=above(0))
+    minimum: int = field(default=1, metadata=at_least(1))
 
     name: ClassVar[str]
     varies: ClassVar[bool] = False
@@ -84,12 +84,7 @@ class Selection(CheckedSettings):
         return type(self).ranked is not Selection.ranked
 
     def __post_init__(self) -> None:
-        if not 1 <= self.over < math.inf:
-            raise ValueError(f"over is {self.over}, but it has to be 1 or more")
-        if not self.deadline > 0:
-            raise ValueError(f"deadline is {self.deadline}, but it has to be more than 0 seconds")
-        if self.minimum < 1:
-            raise ValueError(f"minimum is {self.minimum}, but it has to be 1 or more")
+        check_ranges(self)
 
     def wanted(self, seed: int, round: int, clients: int, fraction: float) -> int:
         """Return the number of wanted answers of the round."""

@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from dure.arguments import between, check_ranges
 from dure.federated.aggregate.mean import wide
 from dure.settings import suggestion
 from dure.tensors.unfused_multiply_add import square_root
@@ -45,8 +46,8 @@ class ServerOptimizer:
 
     rule: Rule = "sgd"
     lr: float = 1.0
-    beta1: float = 0.0
-    beta2: float = 0.99
+    beta1: float = field(default=0.0, metadata=between(0, 1, "[)"))
+    beta2: float = field(default=0.99, metadata=between(0, 1, "[)"))
     tau: float = 1e-3
 
     def __post_init__(self) -> None:
@@ -56,9 +57,7 @@ class ServerOptimizer:
             )
         if not 0 < self.lr < math.inf:
             raise ValueError(f"server_lr is {self.lr}, but it has to be greater than 0")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but it has to be in [0, 1)")
+        check_ranges(self)
         if self.rule != "sgd" and not 0 < self.tau < math.inf:
             raise ValueError(
                 f"tau is {self.tau}, but it has to be greater than 0, to avoid division by zero"

@@ -6,7 +6,6 @@ Updates are lists of flat tensors, as `dure.tensors.flat` stores parameters, and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -14,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dure.arguments import CheckedSettings
+from dure.arguments import NamedSettings
 from dure.randomness.seeds import generator
 from dure.settings import write
 
@@ -25,7 +24,7 @@ Random = Callable[[int], torch.Generator]
 
 
 @dataclass(frozen=True)
-class Attack(CheckedSettings):
+class Attack(NamedSettings):
     """Base class of attacks, with a name, a text form, `poison` and `forge`.
 
     sees: "own" if a malicious client knows its own update only, "honest" if it knows all honest
@@ -35,7 +34,6 @@ class Attack(CheckedSettings):
     measure.
     """
 
-    name: ClassVar[str]
     sees: ClassVar[Literal["own", "honest"]] = "own"
     poisons: ClassVar[bool] = False
     triggers: ClassVar[bool] = False
@@ -140,12 +138,3 @@ def _as(like: Tensor, sent: Tensor) -> Tensor:
 def scaled(update: Update, by: float) -> list[Tensor]:
     """Return the update times a number."""
     return [tensor * by for tensor in update]
-
-
-def check_positive(value: float, what: str) -> None:
-    """Raise ValueError unless `value` is a positive number.
-
-    what: name of the value in the message, such as "gaussian: sigma".
-    """
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{what} has to be a positive number, not {value}")

@@ -12,16 +12,16 @@ Cost: O(n·d) additions per round. Sources are with the classes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from dure.fleet.attacks.attack import Attack, Random, Update, check_positive
+from dure.arguments import above, at_least
+from dure.fleet.attacks.attack import Attack, Random, Update
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,7 @@ class ALIE(Attack):
 
     name: ClassVar[str] = "alie"
     sees: ClassVar[Literal["own", "honest"]] = "honest"
-    z: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (self.z >= 0 and math.isfinite(self.z)):
-            raise ValueError(
-                "alie: z has to be a number of standard deviations, or 0 for the largest "
-                f"undetected one, not {self.z}"
-            )
+    z: float = field(default=0.0, metadata=at_least(0, finite=True))
 
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random
@@ -69,10 +62,7 @@ class InnerProduct(Attack):
 
     name: ClassVar[str] = "inner-product"
     sees: ClassVar[Literal["own", "honest"]] = "honest"
-    epsilon: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_positive(self.epsilon, "inner-product: epsilon")
+    epsilon: float = field(default=0.5, metadata=above(0, finite=True))
 
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from dure.fleet.attacks.attack import Attack, Random, Update, check_positive, scaled
+from dure.arguments import above
+from dure.fleet.attacks.attack import Attack, Random, Update, scaled
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,7 @@ class SignFlip(Attack):
     """
 
     name: ClassVar[str] = "sign-flip"
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_positive(self.scale, "sign-flip: the scale")
+    scale: float = field(default=1.0, metadata=above(0, finite=True))
 
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random
@@ -54,10 +52,7 @@ class Gaussian(Attack):
     """
 
     name: ClassVar[str] = "gaussian"
-    sigma: float = 200.0
-
-    def __post_init__(self) -> None:
-        check_positive(self.sigma, "gaussian: sigma")
+    sigma: float = field(default=200.0, metadata=above(0, finite=True))
 
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random
@@ -75,10 +70,7 @@ class AdditiveNoise(Attack):
     """
 
     name: ClassVar[str] = "noise"
-    sigma: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_positive(self.sigma, "noise: sigma")
+    sigma: float = field(default=1.0, metadata=above(0, finite=True))
 
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dure.fleet.attacks.attack import Attack, Random, Update, check_positive, scaled
-from dure.randomness.hashed_numbers import check_share
+from dure.arguments import above, at_least, between
+from dure.fleet.attacks.attack import Attack, Random, Update, scaled
 from dure.randomness.permutation import Permutation
 
 
@@ -60,18 +60,13 @@ class Backdoor(Attack):
     name: ClassVar[str] = "backdoor"
     poisons: ClassVar[bool] = True
     triggers: ClassVar[bool] = True
-    target: int = 0
-    scale: float = 1.0
-    share: float = 0.3
+    target: int = field(default=0, metadata=at_least(0))
+    scale: float = field(default=1.0, metadata=above(0, finite=True))
+    share: float = field(default=0.3, metadata=between(0, 1))
     value: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.target < 0:
-            raise ValueError(
-                f"backdoor: the target has to be a class, 0 or more, not {self.target}"
-            )
-        check_positive(self.scale, "backdoor: the scale")
-        check_share(self.share, "backdoor: the share of examples")
+        super().__post_init__()
         if not math.isfinite(self.value):
             raise ValueError(
                 f"backdoor: the trigger's value has to be a finite number, not {self.value}"

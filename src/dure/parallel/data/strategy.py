@@ -38,12 +38,13 @@ import math
 import operator
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from dure.arguments import at_least, check_ranges
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression
 from dure.collectives.compression import parse as parse_compression
@@ -95,7 +96,7 @@ from dure.randomness.seeds import derive
 from dure.record.meter import DeviceSpans, step_clock
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces, check_rank_pieces
-from dure.tasks.gradient_accumulation import check_accumulate, unread_loss
+from dure.tasks.gradient_accumulation import unread_loss
 from dure.tensors.backward import backward_from
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class DataParallel(Strategy):
     bucket_bytes: int | None = None
     overlap: Overlap = "auto"
     compression: Compression = NO_COMPRESSION
-    accumulate: int = 1
+    accumulate: int = field(default=1, metadata=at_least(1))
     privacy: DPSGD | None = None
     epsilon: float | None = None
     delta: float = 1e-5
@@ -220,7 +221,7 @@ class DataParallel(Strategy):
     def check(self, task: Task, world: World) -> None:
         check_joint_batch(self.batch_size, len(task.train), world.workers)
         self.how()
-        check_accumulate(self.accumulate)
+        check_ranges(self)
         if task.precision == "fp16" and self.compression.remembers:
             raise ValueError(
                 f"compression is {self.compression}, which adds what it left out to the next "

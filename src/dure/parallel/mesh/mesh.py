@@ -14,9 +14,10 @@ Megatron-LM".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from dure.arguments import at_least, check_ranges
 from dure.collectives.group import Group
 
 Axis = Literal["data", "pipeline", "tensor"]
@@ -41,14 +42,12 @@ class Mesh:
     Raises ValueError for degrees below 1.
     """
 
-    data: int = 1
-    pipeline: int = 1
-    tensor: int = 1
+    data: int = field(default=1, metadata=at_least(1))
+    pipeline: int = field(default=1, metadata=at_least(1))
+    tensor: int = field(default=1, metadata=at_least(1))
 
     def __post_init__(self) -> None:
-        for axis, degree in zip(AXES, self.degrees, strict=True):
-            if degree < 1:
-                raise ValueError(f"{axis} is {degree}, but it has to be 1 or more")
+        check_ranges(self)
 
     @property
     def size(self) -> int:

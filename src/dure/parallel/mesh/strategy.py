@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Literal, get_args
 import msgspec
 from torch import Tensor, nn
 
+from dure.arguments import at_least, check_ranges
 from dure.contracts.fresh_model import examples_for, unused_copy
 from dure.contracts.learner import Learner, Proof, StepResult
 from dure.contracts.lr_schedule import ScheduledRates
@@ -157,7 +158,7 @@ class Parallel(Strategy):
 
     mesh: Mesh = Mesh()  # noqa: RUF009
     batch_size: int | None = 64
-    microbatches: int = 4
+    microbatches: int = dataclasses.field(default=4, metadata=at_least(1))
     schedule: str = "1f1b"
     stages_per_rank: int | None = None
     cut: tuple[str, ...] | None = None
@@ -245,8 +246,7 @@ class Parallel(Strategy):
         if world.workers is not None:
             self.mesh.check(world.workers)
         check_joint_batch(self.batch_size, len(task.train), self.mesh.data)
-        if self.microbatches < 1:
-            raise ValueError(f"microbatches is {self.microbatches}, but it has to be 1 or more")
+        check_ranges(self)
         if self.balance not in get_args(Balance):
             raise ValueError(
                 f"there is no balance {self.balance!r}: choose {', '.join(get_args(Balance))}"

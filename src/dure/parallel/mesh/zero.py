@@ -88,16 +88,6 @@ def parts_changed(rank_state: RankState) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def gathered_parameters(rank_state: RankState) -> Iterator[None]:
-    """Context manager: parameters are whole, except for their division over the tensor group."""
-    if rank_state.zero is None or rank_state.zero.stage == 1:
-        yield
-        return
-    with rank_state.zero.gathered():
-        yield
-
-
 def account(rank_state: RankState, computing: bool) -> None:
     """Report the traffic since the last call to the meter.
 

@@ -12,7 +12,6 @@ respect to values outside the region.
     enter_sequence      all-gather         reduce-scatter     (N-1)/N·n             (N-1)/N·n
     leave_sequence      reduce-scatter     all-gather         (N-1)/N·n             (N-1)/N·n
     scatter_sequence    own slice          all-gather         0                     (N-1)/N·n
-    gather_sequence     all-gather         own slice          (N-1)/N·n             0
     share               all-gather         reduce-scatter     (N-1)/N·n             (N-1)/N·n
 
 n is the number of elements of the whole tensor. 2(N-1)/N·n is rounded down:
@@ -313,9 +312,3 @@ def scatter_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
     """
     own: Tensor = _Scatter.apply(tensor, group, check_sequence(tensor, dim, group), False)  # type: ignore[no-untyped-call]
     return own
-
-
-def gather_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """Gather all shards, for equal computations on all ranks; backward takes this rank's shard."""
-    whole: Tensor = _Gather.apply(tensor, group, along(tensor, dim, group), False)  # type: ignore[no-untyped-call]
-    return whole

@@ -28,12 +28,13 @@ import operator
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from dure.arguments import at_least, check_ranges
 from dure.collectives.group import Group
 from dure.contracts.fresh_model import unused_copy
 from dure.contracts.learner import Learner, StepResult
@@ -53,7 +54,7 @@ from dure.record.meter import Meter
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
-from dure.tasks.gradient_accumulation import accumulate_gradient, check_accumulate
+from dure.tasks.gradient_accumulation import accumulate_gradient
 from dure.tasks.gradient_transforms import GradientTransforms
 from dure.tasks.loss_scaling import loss_scaling_of
 from dure.tensors.buffers import (
@@ -80,8 +81,8 @@ class Hogwild(Strategy):
     """
 
     batch_size: int | None = 64
-    period: int | None = None
-    accumulate: int = 1
+    period: int | None = field(default=None, metadata=at_least(1))
+    accumulate: int = field(default=1, metadata=at_least(1))
 
     name: ClassVar[str] = "hogwild"
     traits: ClassVar[Traits] = Traits(
@@ -101,9 +102,7 @@ class Hogwild(Strategy):
 
     def check(self, task: Task, world: World) -> None:
         check_batch_size(self.batch_size)
-        check_accumulate(self.accumulate)
-        if self.period is not None and self.period < 1:
-            raise ValueError(f"period is {self.period}, but it has to be 1 or more")
+        check_ranges(self)
         if world.kind == "ranks" and set(world.computes_on) - {"cpu"}:
             raise ValueError(
                 "hogwild's processes share the weights in the CPU's memory, but these compute on "

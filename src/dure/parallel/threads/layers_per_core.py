@@ -38,6 +38,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dure.arguments import at_least, check_ranges
 from dure.contracts.learner import Learner, StepResult
 from dure.contracts.strategy import Feature, Strategy, Traits
 from dure.contracts.task import Task
@@ -86,7 +87,7 @@ class LayersPerCore(Strategy):
     """
 
     batch_size: int | None = 64
-    microbatches: int = 4
+    microbatches: int = field(default=4, metadata=at_least(1))
     balance: Literal["counted", "measured"] = "counted"
 
     name: ClassVar[str] = "layers-per-core"
@@ -107,8 +108,7 @@ class LayersPerCore(Strategy):
 
     def check(self, task: Task, world: World) -> None:
         check_batch_size(self.batch_size)
-        if self.microbatches < 1:
-            raise ValueError(f"microbatches is {self.microbatches}, but it has to be 1 or more")
+        check_ranges(self)
         if self.balance not in ("counted", "measured"):
             raise ValueError(f"there is no balance {self.balance!r}: choose counted or measured")
 

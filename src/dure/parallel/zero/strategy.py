@@ -21,12 +21,13 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from dure.arguments import at_least, check_ranges
 from dure.collectives.arguments import check_algorithm
 from dure.collectives.trailer import Numbers, common_start, per_rank_field, summed_field, time_field
 from dure.contracts.learner import Learner, Proof, StepResult
@@ -62,7 +63,7 @@ from dure.record.meter import StepClock
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces, check_rank_pieces
 from dure.tasks.evaluation import evaluate
-from dure.tasks.gradient_accumulation import check_accumulate, read_losses, unread_loss
+from dure.tasks.gradient_accumulation import read_losses, unread_loss
 from dure.tasks.loss_shares import NOTHING, LossShare
 from dure.tensors.buffers import load_non_persistent_buffers, non_persistent_buffers_of
 from dure.tensors.flat import check_no_shared_memory, trainable_by_name
@@ -97,8 +98,8 @@ class ZeRO(Strategy):
     stage: Stage = 2
     batch_size: int | None = 64
     algorithm: Algorithm = "native"
-    accumulate: int = 1
-    unit_size: int | None = None
+    accumulate: int = field(default=1, metadata=at_least(1))
+    unit_size: int | None = field(default=None, metadata=at_least(1))
     prefetch: int | None = None
     overlap_gather: bool = False
     offload: Offload = NO_OFFLOAD
@@ -143,9 +144,7 @@ class ZeRO(Strategy):
         check_joint_batch(self.batch_size, len(task.train), world.workers)
         check_settings(self.stage, task.precision, self.prefetch, self.overlap_gather)
         check_algorithm("way to send", self.algorithm, ALGORITHMS)
-        check_accumulate(self.accumulate)
-        if self.unit_size is not None and self.unit_size < 1:
-            raise ValueError(f"unit_size is {self.unit_size}, but it has to be 1 or more")
+        check_ranges(self)
         check_offload(
             self.offload,
             self.offload_folder,

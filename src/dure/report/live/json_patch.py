@@ -46,19 +46,3 @@ def _of_lists(path: list[Any], old: list[Any], new: list[Any]) -> Iterator[JsonC
             yield from _changes([*path, place], one, other)
     else:
         yield [path, "set", new]
-
-
-def patched(value: Any, made: list[JsonChange]) -> Any:
-    """Apply patches to a value in place, as live.js does, and return the value."""
-    for path, what, *given in made:
-        *way, last = path
-        there = value
-        for key in way:
-            there = there[key]
-        if what == "cut":
-            del there[last]
-        elif what == "add":
-            there[last].extend(given[0])
-        else:
-            there[last] = given[0]
-    return value

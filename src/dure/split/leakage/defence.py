@@ -10,7 +10,6 @@ a pure function; the function returns its state from batch to batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -18,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dure.arguments import CheckedSettings
+from dure.arguments import NamedSettings
 from dure.data.examples import Examples
 from dure.settings import write
 
@@ -27,13 +26,12 @@ Memory = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
-class Defence(CheckedSettings):
+class Defence(NamedSettings):
     """Base class of defences: a name, a text form, and three methods, one of which has an effect.
 
     guards: the values that the defence changes.
     """
 
-    name: ClassVar[str]
     guards: ClassVar[Literal["nothing", "gradients", "activations", "labels"]] = "nothing"
 
     def check(self, examples: Examples, labels_stay: bool) -> None:
@@ -80,13 +78,6 @@ class NoDefence(Defence):
     """No defence: values are sent unchanged."""
 
     name: ClassVar[str] = "none"
-
-
-def check_knob(value: float, what: str, zero: bool = False) -> None:
-    """Raise ValueError unless `value` is a positive number, or 0 if `zero` is set."""
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        least = "0 or more" if zero else "a positive number"
-        raise ValueError(f"{what} has to be {least}, not {value}")
 
 
 def binary(targets: Any) -> Tensor | None:

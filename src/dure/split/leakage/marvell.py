@@ -35,14 +35,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dure.arguments import above
 from dure.data.examples import Examples
-from dure.split.leakage.defence import Defence, Memory, binary, check_knob, class_labels
+from dure.split.leakage.defence import Defence, Memory, binary, class_labels
 from dure.split.leakage.noise import gaussian
 
 _STEPS = 100
@@ -74,10 +75,7 @@ class Marvell(Defence):
 
     name: ClassVar[str] = "marvell"
     guards: ClassVar[Literal["gradients"]] = "gradients"
-    power: float = 4.0
-
-    def __post_init__(self) -> None:
-        check_knob(self.power, "marvell: the power")
+    power: float = field(default=4.0, metadata=above(0, finite=True))
 
     def check(self, examples: Examples, labels_stay: bool) -> None:
         super().check(examples, labels_stay)

@@ -14,14 +14,15 @@ distributed deep learning", 2020.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from dure.arguments import above
 from dure.data.examples import Examples
-from dure.split.leakage.defence import Defence, check_knob
+from dure.split.leakage.defence import Defence
 from dure.split.leakage.distance_correlation import distance_correlation
 
 
@@ -31,10 +32,7 @@ class NoPeek(Defence):
 
     name: ClassVar[str] = "no-peek"
     guards: ClassVar[Literal["activations"]] = "activations"
-    alpha: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_knob(self.alpha, "no-peek: alpha")
+    alpha: float = field(default=1.0, metadata=above(0, finite=True))
 
     def check(self, examples: Examples, labels_stay: bool) -> None:
         inputs = getattr(examples, "inputs", None)

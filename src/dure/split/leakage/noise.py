@@ -17,13 +17,14 @@ Source: O. Li et al., "Label Leakage and Protection in Two-party Split Learning"
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from dure.split.leakage.defence import Defence, Memory, check_knob
+from dure.arguments import above, at_least
+from dure.split.leakage.defence import Defence, Memory
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,7 @@ class MaxNorm(Defence):
 
     name: ClassVar[str] = "max-norm"
     guards: ClassVar[Literal["gradients"]] = "gradients"
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_knob(self.scale, "max-norm: the scale")
-        if self.scale < 1:
-            raise ValueError(f"max-norm: the scale has to be at least 1, not {self.scale}")
+    scale: float = field(default=1.0, metadata=at_least(1, finite=True))
 
     def gradients(
         self, rows: Tensor, positive: Tensor | None, draws: torch.Generator, memory: Memory
@@ -65,10 +61,7 @@ class Isotropic(Defence):
 
     name: ClassVar[str] = "isotropic"
     guards: ClassVar[Literal["gradients"]] = "gradients"
-    ratio: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_knob(self.ratio, "isotropic: the ratio")
+    ratio: float = field(default=1.0, metadata=above(0, finite=True))
 
     def gradients(
         self, rows: Tensor, positive: Tensor | None, draws: torch.Generator, memory: Memory

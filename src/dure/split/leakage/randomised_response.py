@@ -17,15 +17,16 @@ Source: S. Warner 1965; B. Ghazi et al., "Deep Learning with Label Differential 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from dure.arguments import at_least
 from dure.data.examples import Examples
 from dure.randomness.seeds import generator
-from dure.split.leakage.defence import Defence, check_knob, class_labels, count_classes
+from dure.split.leakage.defence import Defence, class_labels, count_classes
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,7 @@ class RandomisedResponse(Defence):
 
     name: ClassVar[str] = "randomised-response"
     guards: ClassVar[Literal["labels"]] = "labels"
-    epsilon: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_knob(self.epsilon, "randomised-response: epsilon", zero=True)
+    epsilon: float = field(default=1.0, metadata=at_least(0, finite=True))
 
     def check(self, examples: Examples, labels_stay: bool) -> None:
         if class_labels(examples) is None:

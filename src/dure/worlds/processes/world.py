@@ -23,6 +23,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from dure.arguments import at_least, check_ranges
 from dure.collectives.roll_call import RollCall
 from dure.contracts.world import Kind, RankContext, World
 from dure.errors import DureError, PeerLostError, StopRun, described
@@ -58,7 +59,7 @@ class Processes(World):
             accelerators if there is one for each rank, and otherwise the CPU.
     """
 
-    ranks: int | None = None
+    ranks: int | None = field(default=None, metadata=at_least(1))
     deadline: float = 60.0
     backend: Backend = "dure"
     device: str = "cpu"
@@ -70,8 +71,7 @@ class Processes(World):
         refuse_under_torchrun("Processes")
         if self.ranks is None:
             object.__setattr__(self, "ranks", max(2, available_cores()))
-        if self.workers < 1:
-            raise ValueError(f"ranks is {self.ranks}, but it has to be 1 or more")
+        check_ranges(self)
         check_deadline(self.deadline)
         check_backend(self.backend)
         # Stored as resolved, so that the run folder has the choice on this machine.

@@ -556,21 +556,6 @@ def test_a_masked_vector_is_not_given_again_after_the_next_stage() -> None:
     refused(members[10], MASK, body, "again after a later stage")
 
 
-# What is said of it
-
-
-def test_without_a_roster_and_with_a_few_neighbours_it_says_semi_honest() -> None:
-    few = {"degree": 4, "threshold": 3}
-    for of, signed, curious in [
-        (context(6), False, True),
-        (context(6), True, False),
-        (context(6, **few), False, True),
-        (context(6, **few), True, True),
-    ]:
-        assert server(of, signed=signed).semi_honest is curious
-        assert client(10, of, signed=signed).semi_honest is curious
-
-
 def test_a_roster_without_an_own_key_or_with_another_one_is_refused() -> None:
     of = context(6)
     with pytest.raises(ValueError, match="a different key for client 10"):

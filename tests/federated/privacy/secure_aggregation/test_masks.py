@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.federated.privacy.secure_aggregation.masks import add_mask, add_masks
+from dure.federated.privacy.secure_aggregation.masks import add_masks
 from dure.randomness.keystream import BLOCK, fill
 
 SIZES = st.one_of(st.integers(0, 200), st.integers(BLOCK // 4 - 5, 2 * BLOCK // 4 + 5))
@@ -42,14 +42,14 @@ def test_a_mask_that_is_taken_away_leaves_nothing(size: int) -> None:
     vector = torch.arange(size, dtype=torch.int32)
     masked = vector.clone()
     for key in KEYS:
-        add_mask(masked, key, 1)
+        add_masks(masked, [(key, 1)])
     add_masks(masked, [(key, -1) for key in reversed(KEYS)])
     assert torch.equal(masked, vector)
 
 
 def test_what_is_masked_looks_like_noise() -> None:
     masked = torch.full((65_536,), 7, dtype=torch.int32)
-    add_mask(masked, KEYS[0], 1)
+    add_masks(masked, [(KEYS[0], 1)])
     for shift in (0, 8, 16, 24):
         counts = torch.bincount(((masked >> shift) & 255).long(), minlength=256).double()
         # Chi-square with 255 degrees of freedom, at a level of 10^-6.
@@ -58,10 +58,10 @@ def test_what_is_masked_looks_like_noise() -> None:
 
 def test_all_of_the_key_counts() -> None:
     first = torch.zeros(8, dtype=torch.int32)
-    add_mask(first, bytes(32), 1)
+    add_masks(first, [(bytes(32), 1)])
     for at in range(32):
         other = torch.zeros(8, dtype=torch.int32)
-        add_mask(other, bytes(at) + b"\x80" + bytes(31 - at), 1)
+        add_masks(other, [(bytes(at) + b"\x80" + bytes(31 - at), 1)])
         assert not torch.equal(first, other)
 
 
@@ -73,6 +73,6 @@ def test_what_cannot_be_masked_is_refused_and_stays_as_it_was() -> None:
         add_masks(total, [(KEYS[0], 1), (b"short", 1)])
     assert not total.any()
     with pytest.raises(ValueError, match="int32"):
-        add_mask(torch.zeros(4), KEYS[0], 1)
+        add_masks(torch.zeros(4), [(KEYS[0], 1)])
     with pytest.raises(ValueError, match="int32"):
-        add_mask(torch.zeros(4, 4, dtype=torch.int32).T, KEYS[0], 1)
+        add_masks(torch.zeros(4, 4, dtype=torch.int32).T, [(KEYS[0], 1)])

@@ -45,7 +45,6 @@ from dure.federated.privacy.secure_aggregation.cohort import (
     STAGES,
     MaskingCohort,
     SumContext,
-    checks_consistency,
     commitment,
     is_ascending,
     keys_text,
@@ -188,11 +187,6 @@ class SecureSumClient:
 
     def __repr__(self) -> str:
         return f"Client({self._number}, {len(self._answered)} of {len(self._stages)} stages)"
-
-    @property
-    def semi_honest(self) -> bool:
-        """Whether the protocol is secure only against a semi-honest server."""
-        return not checks_consistency(self._context, self._roster is not None)
 
     def answer(self, stage: int, body: bytes) -> tuple[bytes, Tensor | None]:
         """Return the answer to the server's message of a stage; with a tensor in stage 2 alone.

@@ -26,11 +26,6 @@ from dure.randomness.keystream import BLOCK, SLACK, Keystream
 _ELEMENTS = BLOCK // 4
 
 
-def add_mask(total: Tensor, key: bytes, sign: int) -> None:
-    """Add a mask in place: total += sign · PRG(key) mod 2^32, as in `add_masks`."""
-    add_masks(total, [(key, sign)])
-
-
 def add_masks(total: Tensor, masks: Iterable[tuple[bytes, int]]) -> None:
     """Add masks in place: total += Σ sign · PRG(key) mod 2^32 over pairs (key, sign).
 

@@ -52,7 +52,6 @@ from dure.federated.privacy.secure_aggregation.cohort import (
     UNMASK,
     MaskingCohort,
     SumContext,
-    checks_consistency,
     commitment,
     graph_seed,
     is_ascending,
@@ -160,11 +159,6 @@ class SecureSumServer:
     def context(self) -> SumContext:
         """Facts of the sum."""
         return self._context
-
-    @property
-    def semi_honest(self) -> bool:
-        """Whether clients are protected only against a semi-honest server."""
-        return not checks_consistency(self._context, self._roster is not None)
 
     def ask(self) -> dict[int, bytes]:
         """Return the message for each client at the current stage."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+from dure.arguments import above, at_least, check_ranges
 from dure.privacy.protection import Protection
 
 
@@ -21,29 +21,20 @@ class SecureAggregation(Protection):
     """
 
     threshold: float = 0.7
-    range: float = 1.0
-    most_examples: int = 1000
-    minimum: int = 3
+    range: float = field(default=1.0, metadata=above(0, finite=True))
+    most_examples: int = field(default=1000, metadata=at_least(1))
+    minimum: int = field(default=3, metadata=at_least(2))
 
     name: ClassVar[str] = "secure-aggregation"
 
     def __post_init__(self) -> None:
+        check_ranges(self, named=True)
         if not 2 / 3 < self.threshold <= 1:
             raise ValueError(
                 f"{self.name}: threshold is {self.threshold}, but it has to be more than 2/3: "
                 "otherwise a server that sends different lists to two halves of the clients "
                 "could unmask both"
             )
-        if not 0 < self.range < math.inf:
-            raise ValueError(
-                f"{self.name}: range is {self.range}, but it has to be greater than 0 and finite"
-            )
-        if self.most_examples < 1:
-            raise ValueError(
-                f"{self.name}: most_examples is {self.most_examples}, but it has to be 1 or more"
-            )
-        if self.minimum < 2:
-            raise ValueError(f"{self.name}: minimum is {self.minimum}, but it has to be 2 or more")
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
+from dure.arguments import above, at_least, check_ranges
 from dure.privacy.protection import Protection
 
 NoisePlacement = Literal["server", "distributed", "local"]
@@ -30,26 +30,19 @@ class UserLevel(Protection):
             examples; 0 gives all clients the same weight.
     """
 
-    clip: float = 1.0
-    noise: float = 0.0
+    clip: float = field(default=1.0, metadata=above(0))
+    noise: float = field(default=0.0, metadata=at_least(0, finite=True))
     where: NoisePlacement = "server"
     clipping: ClippingMode = "flat"
-    most_examples: int = 0
+    most_examples: int = field(default=0, metadata=at_least(0))
 
     name: ClassVar[str] = "user-level"
 
     def __post_init__(self) -> None:
-        if not self.clip > 0:
-            raise ValueError(f"{self.name}: clip is {self.clip}, but it has to be greater than 0")
-        if not 0 <= self.noise < math.inf:
-            raise ValueError(f"{self.name}: noise is {self.noise}, but it has to be 0 or more")
-        for field, kind in (("where", NoisePlacement), ("clipping", ClippingMode)):
-            if getattr(self, field) not in get_args(kind):
+        check_ranges(self, named=True)
+        for name, kind in (("where", NoisePlacement), ("clipping", ClippingMode)):
+            if getattr(self, name) not in get_args(kind):
                 raise ValueError(
-                    f"{self.name}: {field} is {getattr(self, field)!r}, but it has to be one of "
+                    f"{self.name}: {name} is {getattr(self, name)!r}, but it has to be one of "
                     f"{', '.join(get_args(kind))}"
                 )
-        if self.most_examples < 0:
-            raise ValueError(
-                f"{self.name}: most_examples is {self.most_examples}, but it has to be 0 or more"
-            )
