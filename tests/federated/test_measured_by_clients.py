@@ -253,7 +253,7 @@ def test_the_newest_data_are_those_that_nobody_has_trained_on() -> None:
     while server.carrier.now < 0.8:
         now = server.carrier.now
         come = [set(clients._come(client, now).tolist()) for client in range(3)]
-        there = [set(clients.indices(client, now).tolist()) for client in range(3)]
+        there = [set(clients.data.indices(client, now).tolist()) for client in range(3)]
         for client in range(3):
             assert come[client] == there[client] - seen[client]
         found = server.evaluate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from dure.deploy.client.session import Session
 from dure.deploy.client.site import ClientSite, ConnectionOptions
 from dure.deploy.client.state import ClientState, FolderOwner
 from dure.errors import PolicyError
+from dure.federated.client.jobs import LocalWork
 from dure.run.client_training import ClientTraining
 from dure.wire.requests import (
     CheckIn,
@@ -260,7 +262,7 @@ def test_local_work_is_compared_with_the_examples_that_the_site_has() -> None:
 
 def test_more_work_than_was_allowed_is_not_done_whatever_the_run_was() -> None:
     one = training(Policy(local_epochs=2), local_epochs=2)
-    one.clients.local = one.clients.local.__class__(50, None, 4)
+    one.clients.training = dataclasses.replace(one.clients.training, work=LocalWork(50, None, 4))
     with pytest.raises(PolicyError, match=r"this site does not train in round 3.*requires 50"):
         one.train(TRAIN, {}, lambda: True)
 

@@ -9,7 +9,7 @@ under a virtual clock; over a network each side runs alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,23 +30,20 @@ from dure.data.partition.natural_key import unowned_keys
 from dure.errors import warn
 from dure.federated import protections
 from dure.federated.attacks.recording import UPDATES, UpdateRecorder
-from dure.federated.client.clients import FederatedClients, MakeEngine, UpdateCallback
+from dure.federated.client.clients import FederatedClients, UpdateCallback
 from dure.federated.client.evaluation import ClientEvaluator
+from dure.federated.client.jobs import ClientData, LocalTraining, MakeEngine, RunEngine
 from dure.federated.client.poisoning import poisoned
 from dure.federated.engines.engine_choice import EngineInputs
 from dure.federated.engines.job import ClientEngine, ClientJob
 from dure.federated.engines.noised import StepNoise
 from dure.federated.engines.objective import Objective
-from dure.federated.privacy.exposure import exposure
 from dure.federated.server.cost import ClientCosts
-from dure.federated.server.pacing import Pacing
-from dure.federated.server.poisson_sampling import poisson_sampler
-from dure.federated.server.server import FederatedServer
-from dure.federated.server.server_optimizer import ServerOptimizer
+from dure.federated.server.server import FederatedServer, ServerSettings
 from dure.federated.server.smallest_cohort import cohort_objection
 from dure.fleet.conditions import Conditions
 from dure.fleet.energy import NoEnergy
-from dure.fleet.malicious import malicious_clients
+from dure.fleet.malicious import Attackers
 from dure.fleet.upload import example_bytes, upload
 from dure.machine.devices import device_of_model
 from dure.machine.threads import threads_for
@@ -63,7 +60,7 @@ from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import FederationSpec, ModelLayout
 
 
-class FederatedSettings(protections.ProtectionSettings, Protocol):
+class FederatedSettings(protections.ProtectionSettings, ServerSettings, Protocol):
     """Settings that the builders read; `dure.federated.strategy.Federated` documents them."""
 
     @property
@@ -73,15 +70,10 @@ class FederatedSettings(protections.ProtectionSettings, Protocol):
     @property
     def fine_tune(self) -> int: ...
     @property
-    def freeze_at(self) -> int | None: ...
-    @property
     def sends_partial_work(self) -> bool: ...
 
-    def pacing(self, clients: int) -> Pacing: ...
-    def optimizer(self) -> ServerOptimizer: ...
     def engine(self, setting: EngineInputs) -> ClientEngine: ...
     def count(self, task: Task) -> int | None: ...
-    def names(self, task: Task) -> list[str] | None: ...
     def divide(self, task: Task, seed: int) -> ClientParts: ...
     def test_parts(self, task: Task) -> list[Tensor] | None: ...
 
@@ -155,46 +147,18 @@ def build_server(
         carrier: transport between server and clients.
         seed: of the run.
     """
-    train, test = examples_for(task)
-    sample = test or train
     clients = len(carrier.join().sizes)
-    secret = protections.secret_of(context, seed)
-    secure, rule = protections.secure_rounds_of(strategy, task, model, context, clients, secret)
-    attack = None
-    lying = None
-    if context.conditions is not None and context.conditions.attackers:
-        attack = context.conditions.attack
-        lying = _lying(context.conditions, clients, seed)
-    pacing = strategy.pacing(clients)
     server = FederatedServer(
-        task=task,
-        model=model,
-        test=test,
-        algorithm=strategy.algorithm_for(task, model, clients),
-        rule=rule,
-        optimizer=strategy.optimizer(),
-        pacing=pacing,
+        strategy,
+        task,
+        model,
         carrier=carrier,
         group=context.group,
         seed=seed,
-        sample=sample if len(sample) else None,
-        batch_size=strategy.batch_size,
-        attack=attack,
-        liars=lying,
-        names=strategy.names(task),
-        freeze_at=strategy.freeze_at,
-        exposure=exposure(strategy.privacy, context.identities is not None),
-        repeats=protections.is_reproducible(strategy.privacy, context),
-        secure=secure,
-        private=protections.private_rounds_of(
-            strategy, task, model, context, carrier, secret, seed
+        protections=protections.server_protections_of(
+            strategy, task, model, context, carrier, seed
         ),
-        examples=protections.example_account_of(
-            strategy, carrier.join().sizes, context.network is None
-        ),
-        sample_clients=poisson_sampler(secret, carrier.once, strategy.fraction, clients)
-        if pacing.samples_independently
-        else None,
+        attackers=_attackers(context.conditions, clients, seed),
     )
     if strategy.privacy.counts_passes:
         server.examples = clients
@@ -410,19 +374,16 @@ def _clients(
         # Over a network the other clients have no examples here.
         for part in filter(len, own):
             examples.sampling.of(part)
-    attack = conditions.attack if conditions.attackers else None
-    lying = _lying(conditions, len(own), seed)
-    if attack is not None and attack.poisons and task.trainer is not None:
-        raise ValueError(
-            f"the attack {attack} spoils examples, which trainers read by themselves: use an "
-            "attack on updates"
-        )
-    if attack is not None and attack.poisons:
+    attackers = _attackers(conditions, len(own), seed)
+    if attackers is not None and attackers.attack.poisons:
+        if task.trainer is not None:
+            raise ValueError(
+                f"the attack {attackers.attack} spoils examples, which trainers read by "
+                "themselves: use an attack on updates"
+            )
         # Data are spoilt once, so data poisoners are the same in all rounds (`Conditions` checks
         # this).
-        examples, own = poisoned(examples, own, lying(0), attack)
-    # Attackers report losses on their spoilt examples too.
-    losses = partial(personal.losses, examples)
+        examples, own = poisoned(examples, own, attackers.of(0), attackers.attack)
     algorithm = strategy.algorithm_for(task, model, len(own))
     # Without a reader of single updates, an engine need not form them. Readers are: attacks, which
     # forge updates; `answer` and `step`, which may read them; user-level clipping, which bounds
@@ -430,7 +391,7 @@ def _clients(
     looks = (
         algorithm.answers
         or algorithm.has_own_step
-        or attack is not None
+        or attackers is not None
         or strategy.privacy.user is not None
         or keep is not None
     )
@@ -442,28 +403,25 @@ def _clients(
     engines = _engines(
         strategy, task, one_more, examples, seed, conditions, synchronous, sums, noised, objective
     )
-    return FederatedClients(
-        parts=own,
-        work=replace(strategy.work(), needs_two=needs_two(model, examples)),
-        algorithm=algorithm,
-        engine=engines,
-        personal=personal,
-        seed=seed,
-        present=None if still else conditions.arrival.present,
-        attack=attack,
-        liars=lying,
-        partial=strategy.sends_partial_work,
-        lr_schedule=task.lr_schedule,
-        # Read torch's thread count before a run lowers the count for the steps of single clients.
-        threads=torch.get_num_threads(),
-        names=has.names,
-        keep=keep,
-        coins=None if noised is None else noised.secret,
-        holding=protections.pending_updates_of(
-            strategy, task, model, algorithm, list(map(len, own)), secret, site
+    training = LocalTraining(
+        data=ClientData(examples, own, has.names, None if still else conditions.arrival.present),
+        work=replace(
+            strategy.work(),
+            needs_two=needs_two(model, examples),
+            partial=strategy.sends_partial_work,
         ),
-        protect=protections.local_noise(strategy.privacy, task, model, algorithm, secret),
-        losses=losses,
+        algorithm=algorithm,
+        lr_schedule=task.lr_schedule,
+        seed=seed,
+    )
+    return FederatedClients(
+        training,
+        # Read torch's thread count before a run lowers the count for the steps of single clients.
+        RunEngine(engines, torch.get_num_threads()),
+        personal,
+        protections.client_protections_of(strategy, task, model, training, secret, site),
+        attackers,
+        keep,
     )
 
 
@@ -528,18 +486,13 @@ def _engines(
     return engine
 
 
-def _lying(conditions: Conditions, clients: int, seed: int) -> Callable[[int], Collection[int]]:
-    """Return a function from a round to the malicious clients of the round.
-
-    The set is the same in all rounds, or drawn for each round with `attackers_change`.
-    """
-
-    def lying(round: int) -> Collection[int]:
-        # The draw depends on the round only if attackers change.
-        turn = round if conditions.attackers_change else None
-        return malicious_clients(clients, conditions.attackers, seed, turn)
-
-    return lying
+def _attackers(conditions: Conditions | None, clients: int, seed: int) -> Attackers | None:
+    """Return the malicious clients; None without attackers, or if they are unknown."""
+    if conditions is None or not conditions.attackers:
+        return None
+    return Attackers(
+        conditions.attack, clients, conditions.attackers, conditions.attackers_change, seed
+    )
 
 
 def _tell_strangers(task: Task, names: Sequence[str] | None) -> None:

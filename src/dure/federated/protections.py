@@ -21,13 +21,17 @@ from dure.data.partition import NaturalKey, Partition
 from dure.errors import warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm
-from dure.federated.client.clients import LocalWork
+from dure.federated.client.clients import ClientProtections
+from dure.federated.client.jobs import LocalTraining, LocalWork
 from dure.federated.privacy.example_level import ExampleAccount, check_own_noise
+from dure.federated.privacy.exposure import exposure
 from dure.federated.privacy.privacy_settings import NOTHING, Privacy
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.privacy.user_level.build import contribution, noised_rounds
+from dure.federated.server.poisson_sampling import poisson_sampler
 from dure.federated.server.privacy_interfaces import PrivateAggregation
 from dure.federated.server.sampling import Selection
+from dure.federated.server.server import ServerProtections
 from dure.privacy.padding import padding_rows
 from dure.protocol.carrier import Carrier
 from dure.protocol.server_context import ServerContext
@@ -90,17 +94,6 @@ class ProtectionSettings(Protocol):
     def work(self) -> LocalWork: ...
 
 
-def secret_of(context: ServerContext, seed: int) -> Secret:
-    """Return the source of the server's sampling, noise and groups."""
-    # A simulation is reproducible; secrets that protect remote clients must not be.
-    return Secret.simulated(seed) if context.network is None else Secret.system()
-
-
-def is_reproducible(privacy: Privacy, context: ServerContext) -> bool:
-    """Return whether the run is reproducible bit for bit."""
-    return context.network is None or privacy == NOTHING
-
-
 def check_served(strategy: ProtectionSettings) -> None:
     """Raise ValueError for a protection that does not work for remote clients."""
     privacy = strategy.privacy
@@ -120,7 +113,41 @@ def check_served(strategy: ProtectionSettings) -> None:
 # The server
 
 
-def secure_rounds_of(
+def server_protections_of(
+    strategy: ProtectionSettings,
+    task: Task,
+    model: nn.Module,
+    context: ServerContext,
+    carrier: Carrier,
+    seed: int,
+) -> ServerProtections:
+    """Return the protections on the server's side.
+
+    Args:
+        strategy: the strategy of the run.
+        task: the task of the run.
+        model: the run's model, which stays unchanged.
+        context: context of the server.
+        carrier: gives the clients' sizes, and stores draws.
+        seed: of the run.
+    """
+    simulated = context.network is None
+    # A simulation is reproducible; secrets that protect remote clients must not be.
+    secret = Secret.simulated(seed) if simulated else Secret.system()
+    sizes = carrier.join().sizes
+    secure, rule = _secure_rounds_of(strategy, task, model, context, len(sizes), secret)
+    return ServerProtections(
+        rule=rule,
+        secure=secure,
+        private=_private_rounds_of(strategy, task, model, context, carrier, secret, seed),
+        examples=_example_account_of(strategy, sizes, simulated),
+        sample_clients=poisson_sampler(secret, carrier.once, strategy.fraction, len(sizes)),
+        exposure=exposure(strategy.privacy, context.identities is not None),
+        repeats=simulated or strategy.privacy == NOTHING,
+    )
+
+
+def _secure_rounds_of(
     strategy: ProtectionSettings,
     task: Task,
     model: nn.Module,
@@ -130,16 +157,7 @@ def secure_rounds_of(
 ) -> tuple[SecureRounds | None, Aggregator]:
     """Return (server side of secure aggregation, rule for the sums).
 
-    Args:
-        strategy: the strategy of the run.
-        task: the task of the run.
-        model: the run's model, which stays unchanged.
-        context: context of the server.
-        clients: number of clients.
-        secret: source of the groups.
-
-    Returns:
-        (None, the strategy's rule) without secure aggregation.
+    Without secure aggregation: (None, the strategy's rule).
     """
     rule = strategy.rule()
     settings = strategy.privacy.secure
@@ -161,7 +179,7 @@ def secure_rounds_of(
     ), of_means
 
 
-def private_rounds_of(
+def _private_rounds_of(
     strategy: ProtectionSettings,
     task: Task,
     model: nn.Module,
@@ -170,17 +188,7 @@ def private_rounds_of(
     secret: Secret,
     seed: int,
 ) -> PrivateAggregation | None:
-    """Return the server side of user-level differential privacy; None without it.
-
-    Args:
-        strategy: the strategy of the run.
-        task: the task of the run.
-        model: the run's model, which stays unchanged.
-        context: context of the server.
-        carrier: gives the clients' sizes, and stores draws.
-        secret: source of the noise.
-        seed: of the run.
-    """
+    """Return the server side of user-level differential privacy; None without it."""
     user = strategy.privacy.user
     if user is None:
         return None
@@ -202,7 +210,7 @@ def private_rounds_of(
     )
 
 
-def example_account_of(
+def _example_account_of(
     strategy: ProtectionSettings, sizes: Sequence[int], simulated: bool
 ) -> ExampleAccount | None:
     """Return the privacy account of example-level protection; None without it."""
@@ -225,35 +233,50 @@ def example_account_of(
 # The clients
 
 
-def pending_updates_of(
+def client_protections_of(
     strategy: ProtectionSettings,
     task: Task,
     model: nn.Module,
-    algorithm: Algorithm,
-    sizes: Sequence[int],
+    training: LocalTraining,
     secret: Secret,
     site: SecureClientContext | None,
-) -> PendingUpdates | None:
-    """Return the client side of secure aggregation; None without it.
+) -> ClientProtections:
+    """Return the protections on the clients' side.
 
     Args:
         strategy: the strategy of the run.
         task: the task of the run.
         model: the run's model, which stays unchanged.
-        algorithm: the algorithm of the clients.
-        sizes: number of examples of each client.
+        training: the clients' training, whose algorithm and examples count here.
         secret: source of keys and rounding.
         site: knowledge of a client that is alone in this process; None in a simulation.
     """
+    return ClientProtections(
+        secure=_pending_updates_of(strategy, task, model, training, secret, site),
+        coins=None if strategy.privacy.example is None else secret,
+        protect=_local_noise(strategy.privacy, task, model, training.algorithm, secret),
+    )
+
+
+def _pending_updates_of(
+    strategy: ProtectionSettings,
+    task: Task,
+    model: nn.Module,
+    training: LocalTraining,
+    secret: Secret,
+    site: SecureClientContext | None,
+) -> PendingUpdates | None:
+    """Return the client side of secure aggregation; None without it."""
     settings = strategy.privacy.secure
     if settings is None:
         return None
     from dure.federated.client.pending_updates import PendingUpdates
     from dure.federated.privacy.secure_aggregation.rounds import SecureSums
 
+    algorithm = training.algorithm
     settings = _weighed(settings, algorithm)
     if strategy.privacy.user is None and not algorithm.alike:
-        _tell_large(settings, sizes)
+        _tell_large(settings, training.data.sizes)
     clipping = _clipping(strategy, task, model, algorithm)
     if site is None:
         sums = SecureSums(settings, SIMULATED, clipping)
@@ -281,7 +304,7 @@ def _tell_large(settings: SecureAggregation, sizes: Sequence[int]) -> None:
         )
 
 
-def local_noise(
+def _local_noise(
     privacy: Privacy, task: Task, model: nn.Module, algorithm: Algorithm, secret: Secret
 ) -> LocalNoise | None:
     """Return the noise that each client adds to its update before sending; None without it."""

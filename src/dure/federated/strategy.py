@@ -34,7 +34,7 @@ from dure.federated import aggregate, builders
 from dure.federated.adapters import check_adapter, with_adapter
 from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.algorithm import Algorithm, AlgorithmInputs, algorithm_inputs_of
-from dure.federated.client.clients import LocalWork
+from dure.federated.client.jobs import LocalWork
 from dure.federated.client.poisoning import check_poison
 from dure.federated.engines.engine_choice import (
     EngineInputs,

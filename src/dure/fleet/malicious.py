@@ -12,7 +12,9 @@ turn.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
+from dure.fleet.attacks import Attack
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 
@@ -50,6 +52,27 @@ def malicious_clients(
     Raises ValueError for attackers that are not a number of clients.
     """
     return MaliciousClients(_permutation(clients, seed, turn), attacker_count(clients, attackers))
+
+
+class Attackers(NamedTuple):
+    """The attackers of a run.
+
+    attack: their attack. clients: number of all clients. attackers: number or share of the
+    malicious clients, as in `malicious_clients`. change: whether they are drawn for each round.
+    seed: of the run.
+    """
+
+    attack: Attack
+    clients: int
+    attackers: float
+    change: bool
+    seed: int
+
+    def of(self, round: int) -> MaliciousClients:
+        """Return the malicious clients of a round."""
+        # The draw depends on the round only if attackers change.
+        turn = round if self.change else None
+        return malicious_clients(self.clients, self.attackers, self.seed, turn)
 
 
 def attacker_count(clients: int, attackers: float) -> int:

@@ -194,7 +194,7 @@ class ClientTraining:
         )
         self.layout: ModelLayout = message_layout(strategy, self.task, self.model, welcome.clients)
         self._forms = self.layout.forms(self._shared(), list(self.model.buffers()))
-        self.examples = self.clients.sizes[self.client]
+        self.examples = self.clients.data.sizes[self.client]
         measured = self.client in self.clients.personal.clients
         self.held_out = self.clients.personal.count(self.client) if measured else 0
         self._check_policy(strategy.pacing(welcome.clients))
@@ -217,7 +217,7 @@ class ClientTraining:
 
     def _beyond(self) -> Iterator[str]:
         """Yield the settings of local work that exceed the site's policy."""
-        local = self.clients.local
+        local = self.clients.training.work
         asked = {
             "local_epochs": local.epochs,
             "local_steps": local.steps,
@@ -261,7 +261,9 @@ class ClientTraining:
         """Train a copy of the model on one batch, and return the seconds."""
         model = copy.deepcopy(self.model)
         optimizer = self.task.optimizer(trainable_parameters(model))
-        own = self.clients.parts[self.client][: self.clients.local.batch(self.examples)]
+        own = self.clients.data.parts[self.client][
+            : self.clients.training.work.batch(self.examples)
+        ]
         examples = examples_for(self.task)[0]
         inputs, targets = to_device(examples.batch(own), self.device)
         started = time.perf_counter()
@@ -284,7 +286,7 @@ class ClientTraining:
             if not wanted():
                 raise NotWantedError
 
-        self.clients.look = look
+        self.clients.engine.look = look
         assignment = self._assignment(train, tensors)
         started = time.perf_counter()
         update = self.clients.receive(assignment)

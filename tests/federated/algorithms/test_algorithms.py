@@ -69,6 +69,13 @@ def clients_of(one: FederatedServer) -> FederatedClients:
     return one.carrier.clients
 
 
+def liars_of(one: FederatedServer) -> set[int]:
+    """The malicious clients of its first round."""
+    attackers = clients_of(one).attackers
+    assert attackers is not None
+    return set(attackers.of(0))
+
+
 def by_hand(
     task: dure.Task,
     indices: Tensor,
@@ -273,7 +280,7 @@ def test_liars_forge_their_controls_too(
     honest, honestly = learner(strategy, 1), list(arrived)
     arrived.clear()
     lying = learner(strategy, 1, attack=attack, attackers=2)
-    liars = set(clients_of(lying).liars(0))
+    liars = liars_of(lying)
     assert len(liars) == 2
     for mine, theirs in zip(arrived, honestly, strict=True):
         for part in ("delta", "extra"):
@@ -347,9 +354,9 @@ def test_chosen_by_their_sizes_clients_count_alike(engine: str, steps: int) -> N
         turns = dict(one.log.turns)
         one.advance(0)
         asked = [client for client, count in one.log.turns.items() if count > turns.get(client, 0)]
-        order = Weighted().order(0, number, 0, clients_of(one).sizes)
+        order = Weighted().order(0, number, 0, clients_of(one).data.sizes)
         assert set(asked) == {order(0), order(1), order(2)}
-        parts = [clients_of(one).parts[client] for client in asked]
+        parts = [clients_of(one).data.parts[client] for client in asked]
         models = torch.stack(
             [by_hand(one.task, part, before, steps, 0.3, 0.3, 0.0, 0.0) for part in parts]
         )
@@ -366,9 +373,9 @@ def test_in_a_run_clients_take_part_as_often_as_they_have_examples() -> None:
         fraction=0.2, selection="weighted", equal_weights=True, local_steps=1, **UNEQUAL
     )
     one, rounds = learner(strategy, 300), 300
-    assert max(clients_of(one).sizes) > 3 * min(clients_of(one).sizes)
-    for client, size in enumerate(clients_of(one).sizes):
-        p = size / sum(clients_of(one).sizes)
+    assert max(clients_of(one).data.sizes) > 3 * min(clients_of(one).data.sizes)
+    for client, size in enumerate(clients_of(one).data.sizes):
+        p = size / sum(clients_of(one).data.sizes)
         assert abs(one.log.turns[client] - rounds * p) < 4 * math.sqrt(rounds * p * (1 - p))
 
 
@@ -617,7 +624,7 @@ def test_a_little_is_sent_by_all_liars_of_a_run(monkeypatch: pytest.MonkeyPatch)
     learner(strategy, 1)
     computed = {update.client: update.delta[0] for update in arrived}
     arrived.clear()
-    liars = set(clients_of(learner(strategy, 1, attack="alie:1.5", attackers=3)).liars(0))
+    liars = liars_of(learner(strategy, 1, attack="alie:1.5", attackers=3))
     honest = torch.stack([computed[client] for client in range(7) if client not in liars])
     assert len(arrived) == 7
     assert len(honest) == 4
@@ -682,7 +689,7 @@ def test_ditto_with_no_pull_trains_alone_and_with_a_strong_one_stays_near_the_gl
     None
 ):
     free, held = ditto(0.0), ditto(15.0)
-    task, parts = small_task(lr=0.05), clients_of(free).parts
+    task, parts = small_task(lr=0.05), clients_of(free).data.parts
     for client in range(3):
         inputs, targets = task.train.batch(parts[client])
         alone = dure.Task(network, F.cross_entropy, (inputs, targets), None, task.optimizer)
@@ -729,12 +736,12 @@ def test_tuned_models_are_measured_with_their_own_buffers() -> None:
     one = learner(dure.FedAvg(held_out=0.2, fine_tune=3, **NATURAL), 3, unlike())
     measured, model, losses = one.evaluate(), one.coordinator.model, []
     for client in clients_of(one).personal.clients:
-        indices = clients_of(one).parts[client]
-        steps = 3 * clients_of(one).local.per_epoch(len(indices))
+        indices = clients_of(one).data.parts[client]
+        steps = 3 * clients_of(one).training.work.per_epoch(len(indices))
         job = ClientJob(
             client, model.number, indices, model.weights, model.buffers, model.number * steps, steps
         )
-        (tuned,) = clients_of(one).engine([]).train([job])
+        (tuned,) = clients_of(one).engine.at([]).train([job])
         losses.append(loss_of(one, client, [model.weights[0] + tuned.delta[0]], tuned.buffers))
     assert measured["personal_loss_mean"] == pytest.approx(sum(losses) / 4, rel=1e-12)
 
@@ -757,7 +764,7 @@ def test_ditto_with_no_pull_has_the_buffers_of_training_alone() -> None:
         alone = dure.Task(
             normed,
             F.cross_entropy,
-            task.train.batch(clients_of(one).parts[client]),
+            task.train.batch(clients_of(one).data.parts[client]),
             None,
             task.optimizer,
         )
@@ -787,15 +794,15 @@ def test_fine_tuning_takes_the_examples_that_are_there() -> None:
     one = learner(
         dure.FedAvg(clients=4, held_out=0.2, fine_tune=1), 1, arrival="arriving:0.5:86400"
     )
-    engine, seen = clients_of(one).engine([]), []
+    engine, seen = clients_of(one).engine.at([]), []
     train_all = engine.train
     engine.train = lambda jobs: train_all([seen.append(job) or job for job in jobs])  # type: ignore[method-assign,func-returns-value]
     one.evaluate()
     assert len(seen) == 4
     for job in seen:
-        there = clients_of(one).indices(job.client, one.carrier.now)
+        there = clients_of(one).data.indices(job.client, one.carrier.now)
         assert torch.equal(job.indices, there)
-        assert len(there) < len(clients_of(one).parts[job.client])
+        assert len(there) < len(clients_of(one).data.parts[job.client])
 
 
 def frozen() -> nn.Module:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.data.batches import Batches
-from dure.federated.client.clients import LocalWork
+from dure.federated.client.jobs import LocalWork
 from dure.federated.engines.job import ClientJob
 from dure.federated.engines.plan import batches
 

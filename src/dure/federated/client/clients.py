@@ -10,25 +10,20 @@ This module has no part of the server, and sends it only messages (`dure.protoco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
-from dure.contracts.lr_schedule import LRSchedule, factor_at
-from dure.data.batches import Batches, batches_per_epoch
-from dure.data.keys import client_label
-from dure.data.partition import ClientParts
-from dure.federated.algorithm import Algorithm, ClientMemory, PersonalisedModel
+from dure.federated.algorithm import ClientMemory, PersonalisedModel
 from dure.federated.client.evaluation import ClientEvaluator, ClientMeasurement, measured_by
-from dure.federated.engines.job import ClientEngine, ClientJob, JobResult
-from dure.fleet.attacks import Attack
-from dure.privacy.poisson import PoissonBatches
+from dure.federated.client.jobs import LocalTraining, RunEngine
+from dure.federated.client.poisoning import forged
+from dure.federated.engines.job import ClientJob, JobResult
+from dure.fleet.malicious import Attackers
 from dure.protocol.carrier import AssignmentCost, ClientOrder
 from dure.protocol.messages import (
     Assignment,
@@ -58,18 +53,8 @@ SHOWN = 64
 TOGETHER = 50
 """Number of clients whose models are fine-tuned at once."""
 
-FEW = 1_000
-"""Largest number of clients whose examples are looked up once, not per assignment."""
-
 _NOBODY: tuple[int, ClientMemory | None] = (-1, None)
 """Entry for a client without new state."""
-
-MakeEngine = Callable[[Sequence[ClientJob], str | None, int, int | None], ClientEngine]
-"""(jobs, name, chunk, threads) -> an engine for such jobs.
-
-name, chunk and threads are the values of the earlier engine of a resumed run.
-"""
-
 
 UpdateCallback = Callable[[ClientOrder, Update, Sequence[Tensor]], None]
 """Callback for each sent update: (order, update, examples of each step).
@@ -78,148 +63,60 @@ Examples are indices of the task's training data.
 """
 
 
-LossesOf = Callable[[PersonalisedModel, Sequence[int], Sequence[Tensor]], list[float]]
-"""(model, clients, examples of each) -> the mean loss of each."""
+class ClientProtections(NamedTuple):
+    """Privacy protections on the clients' side.
 
-
-def _no_losses(
-    model: PersonalisedModel, clients: Sequence[int], parts: Sequence[Tensor]
-) -> list[float]:
-    raise ValueError("these clients are not asked for losses")
-
-
-@dataclass(frozen=True)
-class LocalWork:
-    """Amount of a client's training in a round.
-
-    epochs: passes over its examples; ignored if `steps` is given. batch_size: None is all of the
-    client's examples. needs_two: whether the model cannot train on a single example. A single
-    example at the end of a pass then joins the batch before it; a client with a single example has
-    no update.
+    Args:
+        secure: client side of secure aggregation; None if clients send their updates.
+        coins: secret source of the Poisson sampling of examples in every step (DP-SGD); None
+            without it.
+        protect: transforms an update before sending, given its assignment; None without local
+            noise.
     """
 
-    epochs: int = 1
-    steps: int | None = None
-    batch_size: int | None = 10
-    needs_two: bool = False
-
-    def steps_of(self, examples: int) -> int:
-        """Return the number of optimizer steps of a client with `examples` examples."""
-        return self.steps if self.steps is not None else self.epochs * self.per_epoch(examples)
-
-    def per_epoch(self, examples: int) -> int:
-        """Return the number of batches in a pass."""
-        return batches_per_epoch(examples, self.batch(examples), self.needs_two)
-
-    def most_samples(self, examples: int) -> int:
-        """Return the largest number of examples processed in a round."""
-        # A single example at the end of a pass may join the batch before it.
-        return self.steps_of(examples) * min(self.batch(examples) + 1, examples)
-
-    def batch(self, examples: int) -> int:
-        """Return the number of examples of a step that is not the last of a pass."""
-        return min(self.batch_size or examples, examples)
-
-    def examples_in(self, steps: int, examples: int) -> int:
-        """Return the number of examples in `steps` steps from the start of a pass."""
-        epochs, rest = divmod(steps, self.per_epoch(examples))
-        return epochs * examples + rest * self.batch(examples)
+    secure: PendingUpdates | None = None
+    coins: Secret | None = None
+    protect: Callable[[Update, Assignment], Update] | None = None
 
 
 class FederatedClients:
     """All clients of this process.
 
     Args:
-        parts: the examples of each client, as indices.
-        work: amount of training in a round.
-        algorithm: its client hooks are called.
-        engine: makes the engine that trains.
+        training: makes the jobs of assignments.
+        engine: trains them.
         personal: evaluation on held-out examples.
-        seed: of the run.
-        present: returns the available ones among n examples at a time; None is all.
-        attack: forgery of malicious clients' updates; None without attackers.
-        liars: returns the malicious clients of a round.
-        partial: whether clients send unfinished work at a deadline.
-        lr_schedule: the task's learning rate schedule.
-        threads: thread limit of the engine's operators.
-        names: names of the clients; None if the data have none.
-        holding: client side of secure aggregation; None if clients send their updates.
+        protections: privacy protections of the updates.
+        attackers: the malicious clients, which forge their updates; None without attackers.
         keep: called with every update that is sent; None without a recorder.
-        coins: secret source of the Poisson sampling of examples in every step (DP-SGD); None
-            without it.
-        protect: transforms an update before sending, given its assignment; None without local
-            noise.
-        losses: losses of a model on the training examples of clients.
     """
 
     def __init__(
         self,
-        *,
-        parts: Sequence[Tensor],
-        work: LocalWork,
-        algorithm: Algorithm,
-        engine: MakeEngine,
+        training: LocalTraining,
+        engine: RunEngine,
         personal: ClientEvaluator,
-        seed: int,
-        present: Callable[[int, float], Tensor] | None = None,
-        attack: Attack | None = None,
-        liars: Callable[[int], Collection[int]] = lambda turn: (),
-        partial: bool = False,
-        lr_schedule: LRSchedule | None = None,
-        threads: int | None = None,
-        names: Sequence[str] | None = None,
-        holding: PendingUpdates | None = None,
+        protections: ClientProtections,
+        attackers: Attackers | None = None,
         keep: UpdateCallback | None = None,
-        coins: Secret | None = None,
-        protect: Callable[[Update, Assignment], Update] | None = None,
-        losses: LossesOf = _no_losses,
     ) -> None:
-        self._losses = losses
-        self.names = names
-        self.holding = holding
-        self._keep = keep
-        self._coins = coins
-        self._protect = protect
-        self.parts = list(parts) if len(parts) <= FEW else parts
-        self.local = work
-        self.algorithm = algorithm
+        self.training = training
+        self.data = training.data
+        self.algorithm = training.algorithm
+        self.partial = training.work.partial
+        self.engine = engine
         self.personal = personal
-        self.seed = seed
-        self.sizes: list[int] = (
-            parts.sizes.tolist()
-            if isinstance(parts, ClientParts)
-            else [len(part) for part in parts]
-        )
-        self.present = present
-        self.attack = attack
-        self.liars = liars
-        self.partial = partial
-        self.checked = attack is None  # by the engine
-        self.lr_schedule = lr_schedule
+        self.secure, self._coins, self._protect = protections
+        self.attackers = attackers
+        self.checked = attackers is None  # by the engine
+        self._keep = keep
         self.memories: dict[int, ClientMemory] = {}
         self.trained: dict[int, float] = {}
         """Time of each client's last training start, if data come and go."""
-        self.look: Callable[[], None] | None = None
-        """Called between batches by engines that train one client after another.
-
-        An exception of the callback ends the training.
-        """
-        self._make = engine
-        self._engine: ClientEngine | None = None
-        self.chosen: str | None = None
-        """Name of the engine, once chosen."""
-        self.why = ""
-        """Reason for the choice of the engine, in a line."""
-        self.chunk = 0
-        """Number of jobs per process and message; 0 without processes."""
-        self.threads = threads
         self._pending: dict[int, tuple[int, ClientMemory | None]] = {}
         """By ticket: client of each unsettled update, and its new state upon acceptance."""
         self._ready: dict[int, Update] = {}
         """Updates that were computed ahead of their request."""
-        # Most clients do the same amount of work, in every round.
-        self._known_work = lru_cache(maxsize=FEW)(self._work)
-        self._known_steps = lru_cache(maxsize=FEW)(work.steps_of)
 
     # Messages to the clients
 
@@ -231,9 +128,10 @@ class FederatedClients:
         match message:
             case Assignment():
                 # A negative number would select another client's data, counted from the end.
-                if not 0 <= message.client < len(self.parts):
+                clients = len(self.data.parts)
+                if not 0 <= message.client < clients:
                     raise ValueError(
-                        f"there is no client {message.client}: there are {len(self.parts)} clients"
+                        f"there is no client {message.client}: there are {clients} clients"
                     )
                 order = ClientOrder(message, now, self.work(message, now))
                 return next(self.train([order], []))
@@ -255,7 +153,7 @@ class FederatedClients:
 
     def join(self) -> JoinMessage:
         """Return the clients' introduction."""
-        return JoinMessage(self.sizes)
+        return JoinMessage(self.data.sizes)
 
     def work(self, assignment: Assignment, now: float, most: float | None = None) -> AssignmentCost:
         """Return the amount of work of an assignment.
@@ -264,18 +162,10 @@ class FederatedClients:
         """
         client = assignment.client
         # Sizes are known, unless data come and go: then the examples at this time are counted.
-        examples = self.sizes[client] if self.present is None else len(self.indices(client, now))
-        up = assignment.nbytes if self.holding is None else 0
-        return self._known_work(examples, up, most)
-
-    def _work(self, examples: int, up: int, most: float | None) -> AssignmentCost:
-        passes = self.algorithm.passes
-        steps = self.local.steps_of(examples)
-        if most is not None:
-            # In whole steps; an algorithm may compute several gradients of each example.
-            in_time = int(most // (passes * self.local.batch(examples))) if most > 0 else 1
-            steps = max(1, min(steps, in_time))
-        return AssignmentCost(steps, passes * self.local.examples_in(steps, examples), up)
+        data = self.data
+        examples = data.sizes[client] if data.present is None else len(data.indices(client, now))
+        up = assignment.nbytes if self.secure is None else 0
+        return self.training.cost(examples, up, most)
 
     def train(
         self, orders: Sequence[ClientOrder], ahead: Sequence[ClientOrder]
@@ -286,7 +176,7 @@ class FederatedClients:
         their updates are stored until the request.
         """
         # Times of requested updates only: engines differ in the updates that they compute ahead.
-        if self.present is not None:
+        if self.data.present is not None:
             for order in orders:
                 client = order.assignment.client
                 self.trained[client] = max(order.began, self.trained.get(client, 0.0))
@@ -294,8 +184,8 @@ class FederatedClients:
         # attack needs all updates at once, because malicious clients may know the honest updates.
         plainly = orders and not ahead and not self._ready
         computed = self._trained(orders) if plainly else self._together(orders, ahead)
-        if self.attack is not None:
-            computed = iter(self._forged(list(computed), self.attack))
+        if self.attackers is not None:
+            computed = iter(forged(list(computed), self.attackers))
         return computed if self._keep is None else self._kept(orders, computed, self._keep)
 
     def _kept(
@@ -303,35 +193,21 @@ class FederatedClients:
     ) -> Iterator[Update]:
         for order, update in zip(orders, sent, strict=True):
             if update.failure is None:
-                keep(order, update, self._steps(order))
+                keep(order, update, self.training.steps(order, self._coins))
             yield update
-
-    def _steps(self, order: ClientOrder) -> list[Tensor]:
-        """Return the examples of each step of FedAvg's job, as indices of the training data."""
-        one = order.assignment
-        own = self.indices(one.client, order.began)
-        count = len(own)
-        steps = range(order.work.steps)
-        size = self.local.batch_size
-        if self._coins is not None:
-            drawn = PoissonBatches(count, size, self._coins, one.client, one.turn)
-            return [own[drawn.at(step)] for step in steps]
-        batches = Batches(count, size, self.seed, one.client, self.local.needs_two)
-        first = one.turn * self._known_steps(count)
-        return [own[batches.at(first + step)] for step in steps]
 
     def hold(self, update: Update, asked: Assignment) -> None:
         """Store the update with its client, for secure aggregation. asked: its assignment."""
-        assert self.holding is not None
-        self.holding.hold(update, asked)
+        assert self.secure is not None
+        self.secure.hold(update, asked)
 
     def sits_out(self, ticket: int) -> bool:
         """Return whether a stored update will be in no sum, because its model is spent."""
-        return self.holding is not None and self.holding.sits_out(ticket)
+        return self.secure is not None and self.secure.sits_out(ticket)
 
     def answer(self, say: ProtocolStep) -> ProtocolAnswer | None:
         """Return the answer to a step of a secure sum; None for a client that takes no part."""
-        return None if self.holding is None else self.holding.answer(say)
+        return None if self.secure is None else self.secure.answer(say)
 
     def keeps(self, ticket: int) -> ClientMemory | None:
         """Return the state that an update's client stores upon acceptance; None without any."""
@@ -347,8 +223,8 @@ class FederatedClients:
                 self.memories[client] = memory
         for ticket in settled.dropped:
             self._pending.pop(ticket, None)
-        if self.holding is not None:
-            self.holding.discard([*settled.kept, *settled.dropped])
+        if self.secure is not None:
+            self.secure.discard([*settled.kept, *settled.dropped])
 
     def measure(self, measure: EvaluationRequest) -> EvaluationResults:
         """Return measurements of the global and the personalised models on data outside training.
@@ -394,12 +270,13 @@ class FederatedClients:
 
     def _come(self, client: int, now: float) -> Tensor:
         """Return the examples that a client has gained since its last training start."""
-        assert self.present is not None
+        present = self.data.present
+        assert present is not None
         assert self.personal.newest is not None
         own = self.personal.newest[1][client]
-        there = self.present(len(own), now)
+        there = present(len(own), now)
         if client in self.trained:
-            had = self.present(len(own), self.trained[client])
+            had = present(len(own), self.trained[client])
             there = there[torch.isin(there, had, invert=True)]
         return own[there]
 
@@ -411,8 +288,10 @@ class FederatedClients:
         now: float,
     ) -> list[tuple[float, int]]:
         """Return (mean loss of the model, number of examples) on each client's present data."""
-        parts = [self.indices(client, now) for client in clients]
-        found = self._losses(self._whole(weights, buffers), clients, parts)
+        parts = [self.data.indices(client, now) for client in clients]
+        # Attackers report losses on their spoilt examples too.
+        whole = self._whole(weights, buffers)
+        found = self.personal.losses(self.data.examples, whole, clients, parts)
         return list(zip(found, map(len, parts), strict=True))
 
     def _whole(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> PersonalisedModel:
@@ -424,12 +303,8 @@ class FederatedClients:
 
     def facts(self) -> dict[str, Any]:
         """Return the engine's settings, for the report."""
-        return {
-            "engine": self.chosen,
-            "why": self.why,
-            "chunk": self.chunk,
-            "threads": self.threads,
-        }
+        settings = self.engine.state()
+        return {"engine": settings.pop("name"), **settings}
 
     # State
 
@@ -445,12 +320,7 @@ class FederatedClients:
                 {"update": _written(one), "memory": self._pending.get(one.ticket, _NOBODY)[1]}
                 for one in self._ready.values()
             ],
-            "engine": {
-                "name": self.chosen,
-                "why": self.why,
-                "chunk": self.chunk,
-                "threads": self.threads,
-            },
+            "engine": self.engine.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -458,11 +328,7 @@ class FederatedClients:
         self.memories = {client: list(memory) for client, memory in state["memories"].items()}
         # Checkpoints of dure up to 0.1 do not have it.
         self.trained = dict(state.get("trained", {}))
-        engine = state["engine"]
-        self.chosen = engine["name"]
-        self.why = engine["why"]
-        self.chunk = engine["chunk"]
-        self.threads = engine["threads"]
+        self.engine.restore(state["engine"])
         self._pending = {}
         self._ready = {}
         for ready in state["ready"]:
@@ -472,33 +338,9 @@ class FederatedClients:
 
     # Computation
 
-    def indices(self, client: int, now: float) -> Tensor:
-        """Return the examples of a client at this time, as indices."""
-        own = self.parts[client]
-        return own if self.present is None else own[self.present(len(own), now)]
-
-    def engine(self, jobs: Sequence[ClientJob]) -> ClientEngine:
-        """Return the engine, chosen at the first jobs for the rest of the run.
-
-        A resumed run uses the same engine, because the cohort size depends on the number of these
-        jobs.
-        """
-        if self._engine is None:
-            again = self.chosen is not None
-            engine = self._make(jobs, self.chosen, self.chunk, self.threads)
-            self._engine = engine
-            self.chosen = engine.name
-            self.why = self.why if again else engine.why
-            self.chunk = engine.chunk
-            self.threads = engine.threads
-        self._engine.look = self.look
-        return self._engine
-
     def close(self) -> None:
         """End the engine's processes, if there are any."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        self.engine.close()
 
     def _together(
         self, orders: Sequence[ClientOrder], ahead: Sequence[ClientOrder]
@@ -520,52 +362,20 @@ class FederatedClients:
 
     def _cohort(self, orders: Sequence[ClientOrder]) -> int:
         """Return the engine's cohort size; orders: the orders at which the engine may be chosen."""
-        if self._engine is not None:
-            return self._engine.cohort
+        if self.engine.made is not None:
+            return self.engine.made.cohort
         jobs = [job for order in orders[:SHOWN] for job in self._jobs(order)]
-        return self.engine(jobs).cohort if jobs else 1
+        return self.engine.at(jobs).cohort if jobs else 1
 
     def _jobs(self, order: ClientOrder) -> list[ClientJob]:
-        """Return the engine's jobs for an assignment: FedAvg's job, as the algorithm changes it.
-
-        The list is empty for a client that has too few examples to train.
-        """
-        one = order.assignment
-        indices = self.indices(one.client, order.began)
-        if self._too_few(indices):
-            return []
-        job = ClientJob(
-            client=one.client,
-            round=one.round,
-            indices=indices,
-            weights=one.weights,
-            buffers=one.buffers,
-            # As if all earlier turns had been done in full: a client that stopped at a deadline
-            # does not shift its later batches.
-            first_step=one.turn * self._known_steps(indices.numel()),
-            steps=order.work.steps,
-            turn=one.turn,
-            lr_factor=self._factor(one.round),
-            joins=self.local.needs_two,
-            name=self._name(one.client),
-        )
-        return self.algorithm.jobs(job, one, self.memories.get(one.client))
-
-    def _too_few(self, indices: Tensor) -> bool:
-        return self.local.needs_two and indices.numel() < 2
-
-    def _name(self, client: int) -> str | None:
-        return None if self.names is None else client_label(client, self.names)
-
-    def _factor(self, round: int) -> float:
-        return 1.0 if self.lr_schedule is None else factor_at(self.lr_schedule, round)
+        return self.training.jobs(order, self.memories.get(order.assignment.client))
 
     def _trained(self, orders: Sequence[ClientOrder]) -> Iterator[Update]:
         asked = [self._jobs(order) for order in orders]
         flat = [job for jobs in asked for job in jobs]
         # An algorithm may make several jobs per assignment (Ditto makes two): all go to the engine
         # in a single list, and are taken from its results in the same order.
-        results = self.engine(flat).train(flat) if flat else iter(())
+        results = self.engine.at(flat).train(flat) if flat else iter(())
         for order, jobs in zip(orders, asked, strict=True):
             if jobs:
                 yield self._update(order.assignment, jobs, [next(results) for _ in jobs])
@@ -620,15 +430,16 @@ class FederatedClients:
         Each client trains on its present data.
         """
         clients = self.personal.clients
+        too_few = self.training.work.too_few
         for start in range(0, len(clients), TOGETHER):
             # A limited number of models at a time: the models of all clients would not fit into
             # memory.
             some = clients[start : start + TOGETHER]
             jobs = [self._tuning(client, own(client), measure) for client in some]
-            able = [job for job in jobs if not self._too_few(job.indices)]
-            results = self.engine(able).tune(able) if able else iter(())
+            able = [job for job in jobs if not too_few(job.indices)]
+            results = self.engine.at(able).tune(able) if able else iter(())
             for job in jobs:
-                result = None if self._too_few(job.indices) else next(results)
+                result = None if too_few(job.indices) else next(results)
                 # A model that cannot train, or diverges, stays as it was.
                 if result is None or result.failure is not None:
                     yield PersonalisedModel(job.weights, job.buffers)
@@ -639,48 +450,8 @@ class FederatedClients:
     def _tuning(
         self, client: int, model: PersonalisedModel, measure: EvaluationRequest
     ) -> ClientJob:
-        indices = self.indices(client, measure.now)
-        steps = self.personal.fine_tune * self.local.per_epoch(len(indices))
-        assert model.buffers is not None
-        return ClientJob(
-            client=client,
-            round=measure.round,
-            indices=indices,
-            weights=model.weights,
-            buffers=model.buffers,
-            first_step=measure.round * steps,
-            steps=steps,
-            turn=measure.round,
-            lr_factor=self._factor(max(measure.round - 1, 0)),  # of the last round
-            joins=self.local.needs_two,
-            name=self._name(client),
-        )
-
-    def _forged(self, updates: list[Update], attack: Attack) -> list[Update]:
-        """Return the updates as they are sent, with forged updates of malicious clients.
-
-        An omniscient attacker knows the honest updates that are combined with its own.
-        """
-        # A client without an update has nothing to forge, and no attacker knows its update.
-        there = [update for update in updates if update.failure is None]
-        lying = [
-            position
-            for position, update in enumerate(there)
-            if update.client in self.liars(update.round)
-        ]
-        if not lying:
-            return updates
-        # Without rounds the combined updates may start from several models.
-        turn = max(update.round for update in there)
-        clients = [update.client for update in there]
-        # Extras of an algorithm (SCAFFOLD's controls) are forged with the update, and split off
-        # below.
-        honest = [[*update.delta, *update.extra] for update in there]
-        forged = iter(attack.forge(honest, lying, self.seed, turn, clients=clients))
-        return [
-            update if update.failure is not None else _with(update, next(forged))
-            for update in updates
-        ]
+        epochs = self.personal.fine_tune
+        return self.training.fine_tuning(client, model, measure.round, measure.now, epochs)
 
 
 def _failed(asked: Assignment, examples: int, failure: Failure) -> Update:
@@ -696,12 +467,6 @@ def _failed(asked: Assignment, examples: int, failure: Failure) -> Update:
         buffers=(),
         failure=failure,
     )
-
-
-def _with(update: Update, sent: Sequence[Tensor]) -> Update:
-    """Return the update with other tensors: deltas, then extras."""
-    deltas = len(update.delta)
-    return replace(update, delta=sent[:deltas], extra=sent[deltas:])
 
 
 def _written(update: Update) -> dict[str, Any]:

@@ -1,15 +1,18 @@
-"""Data poisoning: the examples of malicious clients after an attack on data."""
+"""Poisoning by malicious clients: of their examples (data), and of their updates (model)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples
 from dure.fleet.attacks import Attack
+from dure.fleet.malicious import Attackers
+from dure.protocol.messages import Update
 
 
 def poisoned(
@@ -56,3 +59,34 @@ def check_poison(examples: Examples, attack: Attack) -> int:
         classes = int(labels.max()) + 1
     attack.poison(*examples.batch(torch.tensor([0])), classes)
     return classes
+
+
+def forged(updates: list[Update], attackers: Attackers) -> list[Update]:
+    """Return the updates as they are sent, with forged updates of malicious clients.
+
+    An omniscient attacker knows the honest updates that are combined with its own.
+    """
+    # A client without an update has nothing to forge, and no attacker knows its update.
+    there = [update for update in updates if update.failure is None]
+    lying = [
+        position
+        for position, update in enumerate(there)
+        if update.client in attackers.of(update.round)
+    ]
+    if not lying:
+        return updates
+    # Without rounds the combined updates may start from several models.
+    turn = max(update.round for update in there)
+    clients = [update.client for update in there]
+    # Extras of an algorithm (SCAFFOLD's controls) are forged with the update, and split off below.
+    honest = [[*update.delta, *update.extra] for update in there]
+    sent = iter(attackers.attack.forge(honest, lying, attackers.seed, turn, clients=clients))
+    return [
+        update if update.failure is not None else _with(update, next(sent)) for update in updates
+    ]
+
+
+def _with(update: Update, sent: Sequence[Tensor]) -> Update:
+    """Return the update with other tensors: deltas, then extras."""
+    deltas = len(update.delta)
+    return replace(update, delta=sent[:deltas], extra=sent[deltas:])

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.contracts.fresh_model import examples_for
 from dure.contracts.learner import STOP, TRANSFER_BUDGET_SPENT, Learner, StepResult
 from dure.contracts.metric import ratio
 from dure.contracts.task import Task
@@ -43,6 +44,7 @@ from dure.federated.server.secure_sums import SecureSummation
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.server.update_validation import same_shapes
 from dure.fleet.attacks import Attack
+from dure.fleet.malicious import Attackers
 from dure.machine.devices import device_of_model, to_cpu, to_device
 from dure.protocol.carrier import STEP, AssignmentRecord, Carrier
 from dure.protocol.messages import EvaluationRequest, EvaluationResults, UpdateOutcomes
@@ -71,74 +73,87 @@ MOST_METERS = 1_000
 """Largest number of clients with a meter each; more clients share a meter."""
 
 
-class FederatedServer(Learner):
-    """A learner whose step makes a new global model.
+class ServerSettings(Protocol):
+    """Settings that the server reads; `dure.federated.strategy.Federated` documents them."""
+
+    @property
+    def batch_size(self) -> int | None: ...
+    @property
+    def freeze_at(self) -> int | None: ...
+
+    def algorithm_for(self, task: Task, model: nn.Module, clients: int) -> Algorithm: ...
+    def pacing(self, clients: int) -> Pacing: ...
+    def optimizer(self) -> ServerOptimizer: ...
+    def names(self, task: Task) -> list[str] | None: ...
+
+
+class ServerProtections(NamedTuple):
+    """Privacy protections on the server's side.
 
     Args:
-        task: the task of the run.
-        model: the run's model, which gives the initial weights.
-        test: test examples; None without test data.
-        algorithm: its server hooks are called.
-        rule: rule that combines updates.
-        optimizer: server optimizer.
-        pacing: policy of requests and models.
-        carrier: transport between server and clients.
-        group: of this process; its meter is the server's.
-        seed: of the run.
-        sample: examples for counting the operations of a step.
-        batch_size: of such a step; None is all of a client's examples.
-        attack: attack of a simulation, for the report; None if unknown.
-        liars: returns the malicious clients of a round, for the report; None if unknown.
-        names: names of the clients; None if the data have none.
-        freeze_at: round whose model clients measure beside every later model; None for none.
-        exposure: information that each party could learn, for the report.
-        repeats: whether the run is reproducible bit for bit.
+        rule: rule that combines the updates, or their secure sums.
         secure: secure aggregation; None if clients send their updates.
         private: user-level differential privacy; None without it.
         examples: privacy account of the clients' examples; None without dp-sgd.
         sample_clients: samples the clients of a round, if the pacing samples them independently.
+        exposure: information that each party could learn, for the report.
+        repeats: whether the run is reproducible bit for bit.
+    """
+
+    rule: Aggregator
+    secure: SecureSummation | None
+    private: PrivateAggregation | None
+    examples: ExamplePrivacyAccount | None
+    sample_clients: PoissonSampler
+    exposure: Sequence[tuple[str, str]]
+    repeats: bool
+
+
+class FederatedServer(Learner):
+    """A learner whose step makes a new global model.
+
+    Args:
+        strategy: the strategy of the run.
+        task: the task of the run.
+        model: the run's model, which gives the initial weights.
+        carrier: transport between server and clients.
+        group: of this process; its meter is the server's.
+        seed: of the run.
+        protections: privacy protections, and the rule that combines what the server gets.
+        attackers: the malicious clients of a simulation, for the report; None if unknown.
     """
 
     where = "server"
 
     def __init__(
         self,
-        *,
+        strategy: ServerSettings,
         task: Task,
         model: nn.Module,
-        test: Examples | None,
-        algorithm: Algorithm,
-        rule: Aggregator,
-        optimizer: ServerOptimizer,
-        pacing: Pacing,
+        *,
         carrier: Carrier,
         group: Group,
         seed: int,
-        sample: Examples | None,
-        batch_size: int | None,
-        attack: Attack | None = None,
-        liars: Callable[[int], Collection[int]] | None = None,
-        names: Sequence[str] | None = None,
-        freeze_at: int | None = None,
-        exposure: Sequence[tuple[str, str]] = (),
-        repeats: bool = True,
-        secure: SecureSummation | None = None,
-        private: PrivateAggregation | None = None,
-        examples: ExamplePrivacyAccount | None = None,
-        sample_clients: PoissonSampler | None = None,
+        protections: ServerProtections,
+        attackers: Attackers | None = None,
     ) -> None:
+        sizes = carrier.join().sizes
+        train, self.test = examples_for(task)
+        sample = self.test or train
+        self.sample = sample if len(sample) else None
+        """Examples for counting the operations of a step; None without data."""
+        algorithm = strategy.algorithm_for(task, model, len(sizes))
+        pacing = strategy.pacing(len(sizes))
         self.task = task
         self.model = model
-        self.test = test
         self.algorithm = algorithm
         self.carrier = carrier
-        self.exposure = exposure
-        self.repeats = repeats
-        self.secure = secure
+        self.exposure = protections.exposure
+        self.repeats = protections.repeats
+        self.secure = protections.secure
         self.group = group
-        self.sample = sample
-        self.batch_size = batch_size
-        self.attack = attack
+        self.batch_size = strategy.batch_size
+        self.attack = None if attackers is None else attackers.attack
         self.flat = FlatParameters(model)
         self.frozen = FrozenSnapshot(model)
         self.buffers = BufferNames(model)
@@ -148,18 +163,17 @@ class FederatedServer(Learner):
         # Copies: evaluation loads other weights and buffers into the run's model again and again.
         shared = algorithm.shared(self.flat.copy())
         buffers = [buffer.clone() for buffer in self.buffers.of(model)]
-        sizes = carrier.join().sizes
-        self.private = private
-        self.example_account = examples
+        self.private = protections.private
+        self.example_account = protections.examples
         self.knows_sizes = True
         """Whether the server knows each client's number of examples."""
         self.coordinator = Coordinator(
             model=GlobalModel(
                 shared,
                 buffers,
-                rule,
-                optimizer,
-                private=private,
+                protections.rule,
+                strategy.optimizer(),
+                private=self.private,
                 statistics=statistics(model, self.buffers.names),
             ),
             pacing=pacing,
@@ -171,25 +185,25 @@ class FederatedServer(Learner):
             patient=carrier.patient,
             tell=warn,
             sample_clients=None
-            if sample_clients is None
-            else self._recorded_sampler(sample_clients),
+            if not pacing.samples_independently
+            else self._recorded_sampler(protections.sample_clients),
             losses=KnownLosses(self._ask_losses if pacing.asks else None),
         )
         self.units_per_epoch = pacing.models_per_epoch(len(sizes))
         self.meter = group.meter
         self.meter.name = "server"
         # In a simulation participation is no secret: it follows from the seed.
-        open = private is None or private.repeats
-        self.counted = _meters(len(sizes), names, together=not open)
-        self.log = Log(liars, names=open)
-        self.names = names
+        open = self.private is None or self.private.repeats
+        self.names = strategy.names(task)
+        self.counted = _meters(len(sizes), self.names, together=not open)
+        self.log = Log(None if attackers is None else attackers.of, names=open)
         self.taking_part = Participation(self.who)
         self._told_refused = False
         self._told_vain = False
         self._told_cut = False
         self.said = ClientMeasurements(task.measures)
         self._told_failed = False
-        self.freeze_at = freeze_at
+        self.freeze_at = strategy.freeze_at
         self.cost: ClientCosts | None = None
         """Costs of the clients, in a simulation."""
         self.earlier: tuple[list[Tensor], list[Tensor]] | None = None
