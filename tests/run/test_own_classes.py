@@ -117,3 +117,25 @@ def test_what_lacks_the_base_is_refused_in_one_line() -> None:
             dure.compare(small_task(), [strategy], stop=STOP_STEPS)  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"Duck is not a dure\.World"):
         dure.train(small_task(), dure.SingleWorker(), Duck(), STOP_STEPS)  # type: ignore[arg-type]
+
+
+def test_a_trait_beside_the_record_is_refused_since_it_would_have_no_effect() -> None:
+    with pytest.raises(TypeError, match="Own defines trains_with: give it in traits"):
+
+        class Own(dure.SingleWorker):
+            trains_with = frozenset({"clip_norm"})
+
+    with pytest.raises(TypeError, match="Measured defines deterministic: give it in run_traits"):
+
+        class Measured(dure.SingleWorker):
+            @property
+            def deterministic(self) -> bool:
+                return False
+
+
+def test_a_setting_may_have_the_name_of_a_trait() -> None:
+    @dataclass(frozen=True)
+    class Sampled(dure.SingleWorker):
+        samples: int = 3
+
+    assert Sampled(samples=5).samples == 5
