@@ -16,8 +16,10 @@ import pytest
 
 import dure
 import dure.machine.memory
+from dure.collectives.group import Group
 from dure.contracts.world import RankContext
 from dure.machine.memory import available_memory, keep_freed_memory, return_freed_memory
+from dure.protocol.server_context import ServerContext
 from dure.run import drive
 
 glibc = pytest.mark.skipif(
@@ -234,7 +236,7 @@ def test_whether_memory_is_kept_follows_from_where_the_model_is_trained(
     for name in ("keep_freed_memory", "return_freed_memory"):
         monkeypatch.setattr(drive, name, lambda name=name: noted(name))
     monkeypatch.setattr(drive, "_drive", ends)
-    place = types.SimpleNamespace(network=(lambda federation: None) if elsewhere else None)
+    place = ServerContext(Group(), network=(lambda federation: None) if elsewhere else None)
     with pytest.raises(EndedError):
         drive.drive(types.SimpleNamespace(strategy=strategy()), place)
     assert seen == [way]
