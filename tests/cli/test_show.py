@@ -269,6 +269,14 @@ def test_batch_and_steps_have_columns_and_a_line_says_what_is_not_alike():
     assert "Not alike" not in (table([joint, unknown]).caption or "")
 
 
+def test_an_amount_that_another_version_wrote_is_shown_as_far_as_it_is_known():
+    later = summary("later", training_amount={"batch": 64.0, "steps": 460.0, "tokens": 1e9})
+    other = summary("other", training_amount=["of another form"])
+    heading, *rows = cells(later, other)
+    place = heading.index("batch")
+    assert [row[place : place + 2] for row in rows[:2]] == [["64", "460"], ["–", "–"]]
+
+
 def test_the_worker_that_sent_more_than_the_mean_is_named():
     ranks = [
         {"name": f"rank {rank}", "bytes_sent": sent} for rank, sent in ((0, 15_240_000), (1, 1))

@@ -27,6 +27,7 @@ from dure.record.history import is_spread, lower_is_better
 from dure.record.largest_sender import largest_sender
 from dure.record.training_amount import TrainingAmount, unlike
 from dure.report.formatting import UNKNOWN, count, duration
+from dure.report.json_values import mapping
 from dure.run.progress import facts, fraction_done
 
 PLAIN_SECONDS = 2.0
@@ -287,8 +288,9 @@ def _shuffle(summaries: Sequence[dict[str, Any]]) -> list[SummaryColumn]:
 
 
 def _amount(summary: dict[str, Any]) -> TrainingAmount:
-    """Return the amount of training; all unknown for a run of an older dure."""
-    return TrainingAmount(**summary.get("training_amount", {}))
+    """Return the amount of training; unknown is what a run of another version of dure lacks."""
+    told = mapping(summary.get("training_amount"))
+    return TrainingAmount(**{name: told[name] for name in TrainingAmount._fields if name in told})
 
 
 def _of_copies(summary: dict[str, Any]) -> str:
