@@ -25,7 +25,13 @@ from dure.wire.layout import FederationSpec
 from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Event, Journal, backup
 from dure.worlds.network.server.blob_cache import BlobCache
-from dure.worlds.network.server.carrier import COHORT, ONCE, NetworkCarrier
+from dure.worlds.network.server.carrier import (
+    COHORT,
+    ONCE,
+    FederationStores,
+    NetworkCarrier,
+    ServingSettings,
+)
 from dure.worlds.network.server.events import LOOK, JournalEvents
 from dure.worlds.network.server.model_digests import FILE, ModelDigests
 from dure.worlds.network.server.outbox import ClientOutbox
@@ -73,22 +79,26 @@ class Replay(World):
         context.ending.callback(journal.close)
         return ReplayCarrier(
             federation=federation,
-            folder=copy,
-            journal=journal,
-            clock=clock,
-            updates=Updates(self.folder / "updates"),
-            outbox=ClientOutbox(clock.now),
-            cache=BlobCache(),
+            stores=FederationStores(
+                folder=copy,
+                journal=journal,
+                clock=clock,
+                updates=Updates(self.folder / "updates"),
+                outbox=ClientOutbox(clock.now),
+                cache=BlobCache(),
+                models=self.models,
+                once=self.folder / ONCE,
+            ),
+            settings=ServingSettings(
+                start_with=federation.clients,
+                answer_timeout=self.answer_timeout(context),
+                measure_seconds=math.inf,
+                record=True,
+            ),
             machine=machine(federation.threads),
-            start_with=federation.clients,
-            answer_timeout=self.answer_timeout(context),
-            measure_seconds=math.inf,
-            record=True,
             budget=TransferBudget(self._budget(context)),
             interrupted=context.interrupted,
             tell=lambda text: None,
-            models=self.models,
-            once=self.folder / ONCE,
         )
 
     def _budget(self, context: RankContext) -> int | None:

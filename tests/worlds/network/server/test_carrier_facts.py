@@ -13,8 +13,14 @@ from dure.wire.requests import Machine, to_json
 from dure.worlds.network.clock import FederationClock
 from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.blob_cache import BlobCache
-from dure.worlds.network.server.carrier import NetworkCarrier
+from dure.worlds.network.server.carrier import (
+    ONCE,
+    FederationStores,
+    NetworkCarrier,
+    ServingSettings,
+)
 from dure.worlds.network.server.cohort import CheckInRecord
+from dure.worlds.network.server.model_digests import ModelDigests
 from dure.worlds.network.server.outbox import ClientOutbox
 from dure.worlds.network.updates import Updates
 
@@ -36,17 +42,20 @@ def made(tmp_path: Path):
         federation: Any = SimpleNamespace(clients=3, threads=1, layout=None, holds=False)
         return NetworkCarrier(
             federation=federation,
-            folder=folder,
-            journal=journal,
-            clock=clock,
-            updates=Updates(folder / "updates"),
-            outbox=ClientOutbox(clock.now),
-            cache=BlobCache(),
+            stores=FederationStores(
+                folder=folder,
+                journal=journal,
+                clock=clock,
+                updates=Updates(folder / "updates"),
+                outbox=ClientOutbox(clock.now),
+                cache=BlobCache(),
+                models=ModelDigests(None),
+                once=folder / ONCE,
+            ),
+            settings=ServingSettings(
+                start_with=1, answer_timeout=60.0, measure_seconds=1.0, record=False
+            ),
             machine=MINE,
-            start_with=1,
-            answer_timeout=60.0,
-            measure_seconds=1.0,
-            record=False,
             budget=TransferBudget(None),
             interrupted=lambda: False,
             tell=lambda text: None,
