@@ -212,7 +212,6 @@ MANY_ARGUMENTS = {
     "SplitServer": "not divided yet",
     "SplitSite": "not divided yet",
     "Stage": "not divided yet",
-    "WorkerProtocol": "not divided yet",
     "ZeroRedundancy": "keyword arguments of the public API",
 }
 """Classes whose constructors have more arguments, with the reasons."""
