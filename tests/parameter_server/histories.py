@@ -29,7 +29,7 @@ from dure.parameter_server.server import ShardServer
 from dure.parameter_server.shard import Shard, Terms
 from dure.parameter_server.table_shard import TableShard
 from dure.parameter_server.tables import EmbeddingTable, SparseRows, rule_of, split_rows
-from dure.parameter_server.worker import WorkerProtocol
+from dure.parameter_server.worker import RetryTimes, WorkerProtocol
 from dure.parameter_server.worker_node import WorkerNode
 
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -161,11 +161,11 @@ class History:
             portions,
             again=again,
             compressors=compressors_of(self.terms.coding, 0, who, self.shards),
-            **{"beat": 0.25, "patience": self.again, **options},
+            **{"times": RetryTimes(self.again, 0.25), **options},
         )
 
     def _other(self, owed: ReassignedWork, layout: ShardLayout) -> WorkerProtocol:
-        return self.side(owed.worker, layout, clock=owed.first, beat=None)
+        return self.side(owed.worker, layout, clock=owed.first, times=RetryTimes(self.again, None))
 
     def _again(self, shard: int, start: int, values: Tensor, push: Tensor, weight: float) -> None:
         values.sub_(push * weight, alpha=0.1)

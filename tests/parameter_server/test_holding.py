@@ -21,7 +21,7 @@ from dure.parameter_server.members import WorkerMembers
 from dure.parameter_server.messages import Acknowledged, Envelope, Pull, Push, Values, worker
 from dure.parameter_server.replica import DownpourReplica, Pace
 from dure.parameter_server.scheduler import BatchPart, Scheduler
-from dure.parameter_server.worker import WorkerProtocol
+from dure.parameter_server.worker import CONNECTED, WorkerProtocol
 
 
 def alive(history: History) -> list[int]:
@@ -212,7 +212,7 @@ def test_a_replica_whose_part_is_empty_moves_the_clock_and_no_weights() -> None:
         return Now(torch.zeros(1, dtype=torch.float64), ready=True, is_empty=True)
 
     layout: ShardLayout = first_layout([0], 1, [(0,)])
-    side = WorkerProtocol(0, layout, [(0, 0, 1)], patience=math.inf, beat=None)
+    side = WorkerProtocol(0, layout, [(0, 0, 1)], times=CONNECTED)
     replica = DownpourReplica(side, Pace(1, 1, False), [Server().weights], compute, lambda *_: None)
     replica.grant(1)
     server = Server()
@@ -236,7 +236,7 @@ def steps(server: Server, first: int, count: int, begun: bool, push_every: int) 
         weights[0].sub_(gradients[0], alpha=0.1)
 
     layout: ShardLayout = first_layout([0], 1, [(0,)])
-    side = WorkerProtocol(0, layout, [(0, 0, 1)], clock=server.pushes, patience=math.inf, beat=None)
+    side = WorkerProtocol(0, layout, [(0, 0, 1)], clock=server.pushes, times=CONNECTED)
     pace = Pace(1000, push_every, overlap=False)
     replica = DownpourReplica(side, pace, [server.weights], compute, move, done=first)
     replica.grant(100)

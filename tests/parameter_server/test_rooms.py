@@ -15,7 +15,7 @@ from dure.parameter_server.layout import ShardLayout, ShardLocation
 from dure.parameter_server.members import WorkerMembers
 from dure.parameter_server.messages import Acknowledged, Envelope, Pull, Values
 from dure.parameter_server.processes.buffers import GradientBuffers, WeightBuffers
-from dure.parameter_server.worker import WorkerProtocol
+from dure.parameter_server.worker import RetryTimes, WorkerProtocol
 from dure.tensors.flat import FlatParameters
 
 SHARDS = [KeyRange(0, 0, 3), KeyRange(0, 3, 8)]
@@ -43,7 +43,7 @@ class Pulling(RuleBasedStateMachine):
         self.version = 0
         portions = [(n, keys.start, keys.stop) for n, keys in enumerate(SHARDS)]
         self.side = WorkerProtocol(
-            0, self.layout(), portions, patience=1.0, beat=None, into=lambda: self.slots.ask(0)
+            0, self.layout(), portions, times=RetryTimes(1.0, None), into=lambda: self.slots.ask(0)
         )
         self.told: dict[str, list[Pull]] = {}
         """What the servers have been asked, and did not answer yet."""
@@ -151,7 +151,9 @@ def test_a_room_that_a_replaced_server_was_told_of_is_never_given_out_again() ->
 
 
 def test_a_gradient_lies_where_it_is_until_every_server_has_acknowledged_it() -> None:
-    side = WorkerProtocol(0, layout(0, (0, 1), (0, 0)), [(0, 0, 3), (1, 3, 8)], beat=None)
+    side = WorkerProtocol(
+        0, layout(0, (0, 1), (0, 0)), [(0, 0, 3), (1, 3, 8)], times=RetryTimes(beat=None)
+    )
     outbox = GradientBuffers([torch.zeros(8)])
 
     def push() -> int:

@@ -20,7 +20,13 @@ from dure.contracts.world import RankContext
 from dure.deploy.clock import FederationClock
 from dure.deploy.journal import Event, Journal, backup
 from dure.deploy.server.blob_cache import BlobCache
-from dure.deploy.server.carrier import COHORT, ONCE, NetworkCarrier
+from dure.deploy.server.carrier import (
+    COHORT,
+    ONCE,
+    FederationStores,
+    NetworkCarrier,
+    ServingSettings,
+)
 from dure.deploy.server.events import LOOK, JournalEvents
 from dure.deploy.server.model_digests import FILE, ModelDigests
 from dure.deploy.server.outbox import ClientOutbox
@@ -74,22 +80,26 @@ class Replay(ClientWorld):
         context.ending.callback(journal.close)
         return ReplayCarrier(
             federation=federation,
-            folder=copy,
-            journal=journal,
-            clock=clock,
-            updates=Updates(self.folder / "updates"),
-            outbox=ClientOutbox(clock.now),
-            cache=BlobCache(),
+            stores=FederationStores(
+                folder=copy,
+                journal=journal,
+                clock=clock,
+                updates=Updates(self.folder / "updates"),
+                outbox=ClientOutbox(clock.now),
+                cache=BlobCache(),
+                models=self.models,
+                once=self.folder / ONCE,
+            ),
+            settings=ServingSettings(
+                start_with=federation.clients,
+                answer_timeout=self.answer_timeout(context),
+                measure_seconds=math.inf,
+                record=True,
+            ),
             machine=machine(federation.threads),
-            start_with=federation.clients,
-            answer_timeout=self.answer_timeout(context),
-            measure_seconds=math.inf,
-            record=True,
             budget=TransferBudget(self._budget(context)),
             interrupted=context.interrupted,
             tell=lambda text: None,
-            models=self.models,
-            once=self.folder / ONCE,
         )
 
     def _budget(self, context: RankContext) -> int | None:

@@ -202,30 +202,26 @@ class Network(ClientWorld):
                 "is for split learning; leave it out"
             )
         # Imported here, because the rest of dure does not need these libraries.
-        from dure.deploy.server.carrier import NetworkCarrier
+        from dure.deploy.server.carrier import NetworkCarrier, ServingSettings
 
         with _as_serve_errors():
             server = _Server(self, federation, context)
         context.ending.callback(server.close)
         return NetworkCarrier(
             federation=federation,
-            folder=server.folder,
-            journal=server.journal,
-            clock=server.clock,
-            updates=server.updates,
-            outbox=server.outbox,
-            cache=server.cache,
+            stores=server.stores,
+            settings=ServingSettings(
+                start_with=self.start_with or federation.clients,
+                answer_timeout=self.deadline,
+                measure_seconds=self.measure_seconds,
+                record=self.record,
+                exchange_seconds=self.exchange_seconds,
+            ),
             machine=server.machine,
-            start_with=self.start_with or federation.clients,
-            answer_timeout=self.deadline,
-            measure_seconds=self.measure_seconds,
-            record=self.record,
             budget=TransferBudget(self.conditions.bytes_each),
             interrupted=context.interrupted,
             tell=lambda text: context.report({"waiting": text}),
             server_metrics=server.server_metrics,
-            models=server.models,
-            exchange_seconds=self.exchange_seconds,
         )
 
     def listed(self) -> OwnersRoster | None:
@@ -544,6 +540,7 @@ class _Server(_Serves):
         from dure.deploy.journal import Journal
         from dure.deploy.server.app import App
         from dure.deploy.server.blob_cache import BlobCache
+        from dure.deploy.server.carrier import ONCE, FederationStores
         from dure.deploy.server.model_digests import FILE, ModelDigests
         from dure.deploy.server.outbox import ClientOutbox
         from dure.deploy.server.sessions import ServedRun
@@ -555,15 +552,22 @@ class _Server(_Serves):
         self.journal = Journal(self.folder, self.clock, self.run)
         self.ending.callback(self.journal.close)
         self.journal.synced = self.server_metrics.sync_seconds.observe
-        self.updates = Updates(self.folder / "updates")
-        self.models = ModelDigests(self.folder / FILE)
-        self.ending.callback(self.models.close)
         self.outbox = ClientOutbox(self.clock.now)
-        self.cache = BlobCache()
+        self.stores = FederationStores(
+            folder=self.folder,
+            journal=self.journal,
+            clock=self.clock,
+            updates=Updates(self.folder / "updates"),
+            outbox=self.outbox,
+            cache=BlobCache(),
+            models=ModelDigests(self.folder / FILE),
+            once=self.folder / ONCE,
+        )
+        self.ending.callback(self.stores.models.close)
         self.machine = machine(federation.threads)
         # Sites with other frozen weights fetch them once.
         if federation.frozen:
-            self.cache.keep(federation.frozen)
+            self.stores.cache.keep(federation.frozen)
         told = self.told(federation.clients, federation.seed, federation.trains, federation.threads)
         app = App(
             ServedRun(
@@ -573,9 +577,9 @@ class _Server(_Serves):
                 cohort_objection=federation.cohort_objection,
             ),
             self.outbox,
-            self.cache,
+            self.stores.cache,
             self.journal,
-            self.updates,
+            self.stores.updates,
             self.access,
             server_metrics=self.server_metrics,
             every_moment=self.every_moment,

@@ -29,7 +29,7 @@ from dure.parameter_server.plan import ParameterServerPlan, first_states
 from dure.parameter_server.scheduler import BatchPart, Scheduler
 from dure.parameter_server.tables import SparseRows, TableRows, split_rows
 from dure.parameter_server.virtual_servers import VirtualServers
-from dure.parameter_server.worker import WorkerProtocol
+from dure.parameter_server.worker import CONNECTED, WorkerProtocol
 from dure.parameter_server.worker_node import WorkerNode
 from dure.protocol.server_context import conditions_in
 from dure.randomness.seeds import generators_state, restore_generators
@@ -131,8 +131,7 @@ class SimulatedParameterServer(Learner):
             self.layout,
             self.portions,
             clock=clock,
-            patience=math.inf,
-            beat=None,
+            times=CONNECTED,
             compressors=compressors_of(self.terms.coding, self.seed, number, self.shards),
         )
 

@@ -31,7 +31,7 @@ from dure.parameter_server.messages import server, worker
 from dure.parameter_server.plan import first_states
 from dure.parameter_server.replica import DownpourReplica
 from dure.parameter_server.virtual_servers import VirtualServers
-from dure.parameter_server.worker import WorkerProtocol
+from dure.parameter_server.worker import CONNECTED, WorkerProtocol
 from dure.protocol.server_context import conditions_in
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
@@ -127,8 +127,7 @@ class SimulatedReplicas(Learner):
             self.layout,
             portions,
             clock=clock,
-            patience=math.inf,
-            beat=None,
+            times=CONNECTED,
             compressors=compressors_of(self.terms.coding, self.seed, number, self.shards),
         )
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -114,6 +115,24 @@ class Portion:
             del self.kept[clock]
 
 
+class RetryTimes(NamedTuple):
+    """Times of a worker's retries.
+
+    patience: seconds before a retry; infinity if messages are lost only by broken connections
+    (`cut`). beat: seconds between heartbeats; None sends none.
+    """
+
+    patience: float = 1.0
+    beat: float | None = 0.5
+
+
+LOSSY = RetryTimes()
+"""Times for a network that loses messages."""
+
+CONNECTED = RetryTimes(math.inf, None)
+"""Times for connections, which lose messages only by breaking, so retries need no timeout."""
+
+
 class WorkerProtocol:
     """Protocol state of worker `number`.
 
@@ -123,9 +142,7 @@ class WorkerProtocol:
         portions: (shard, start, stop) of its keys, followed by its table rows.
         again: applies an own push to pulled values; None waits for the servers to apply it.
         clock: number of its pushes so far.
-        patience: seconds before a retry; infinity if messages are lost only by broken connections
-            (`cut`).
-        beat: seconds between heartbeats; None sends none.
+        times: times of retries and heartbeats.
         into: returns memory for the next answers, by portion of keys; None allocates.
         compressors: compressors of the pushes, by portion; empty without compression.
     """
@@ -137,8 +154,7 @@ class WorkerProtocol:
         portions: Sequence[tuple[int, int, int]],
         again: Reapply | None = None,
         clock: int = 0,
-        patience: float = 1.0,
-        beat: float | None = 0.5,
+        times: RetryTimes = LOSSY,
         into: Callable[[], Sequence[Tensor]] | None = None,
         compressors: Sequence[PushCompressor] = (),
     ) -> None:
@@ -153,15 +169,14 @@ class WorkerProtocol:
                 portion.compressor = compressor
         self.again = again
         self.clock = clock
-        self.patience = patience
-        self.beat = beat
+        self.patience, self.beat = times
         self.asked: int | None = None
         """Number of the request in progress; None without."""
         self.staleness: dict[int, int] = {}
         """Histogram of staleness: clocks behind -> number of pulls."""
         self._questions = 0
         self._pulls: dict[int, Pull] = {}
-        self._next_beat = -math.inf if beat is not None else math.inf
+        self._next_beat = -math.inf if self.beat is not None else math.inf
 
     def begin_at(self, clock: int) -> None:
         """Set the number of pushes that the servers have already, for a new worker."""

@@ -11,8 +11,14 @@ import pytest
 from dure.deploy.clock import FederationClock
 from dure.deploy.journal import Event, Journal
 from dure.deploy.server.blob_cache import BlobCache
-from dure.deploy.server.carrier import NetworkCarrier
+from dure.deploy.server.carrier import (
+    ONCE,
+    FederationStores,
+    NetworkCarrier,
+    ServingSettings,
+)
 from dure.deploy.server.cohort import CheckInRecord
+from dure.deploy.server.model_digests import ModelDigests
 from dure.deploy.server.outbox import ClientOutbox
 from dure.deploy.updates import Updates
 from dure.fleet.budget import TransferBudget
@@ -36,17 +42,20 @@ def made(tmp_path: Path):
         federation: Any = SimpleNamespace(clients=3, threads=1, layout=None, holds=False)
         return NetworkCarrier(
             federation=federation,
-            folder=folder,
-            journal=journal,
-            clock=clock,
-            updates=Updates(folder / "updates"),
-            outbox=ClientOutbox(clock.now),
-            cache=BlobCache(),
+            stores=FederationStores(
+                folder=folder,
+                journal=journal,
+                clock=clock,
+                updates=Updates(folder / "updates"),
+                outbox=ClientOutbox(clock.now),
+                cache=BlobCache(),
+                models=ModelDigests(None),
+                once=folder / ONCE,
+            ),
+            settings=ServingSettings(
+                start_with=1, answer_timeout=60.0, measure_seconds=1.0, record=False
+            ),
             machine=MINE,
-            start_with=1,
-            answer_timeout=60.0,
-            measure_seconds=1.0,
-            record=False,
             budget=TransferBudget(None),
             interrupted=lambda: False,
             tell=lambda text: None,

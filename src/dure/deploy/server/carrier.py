@@ -109,30 +109,61 @@ class ReceivedUpdate(NamedTuple):
     said: UploadRequest
 
 
-class NetworkCarrier:
-    """Carrier between a coordinator and clients over a network.
+class FederationStores(NamedTuple):
+    """Files, queues and caches that the carrier shares with the handlers of requests.
 
     Args:
-        federation: Description of the federation.
         folder: Run folder.
         journal: Journal of the run.
         clock: Federation's clock.
         updates: Files of the clients' updates.
         outbox: Outbox of messages to clients.
         cache: Cache of the streams that clients download.
-        machine: Properties of the server's machine.
+        models: Recorded digests, with which models are compared.
+        once: Folder of the results computed once.
+    """
+
+    folder: Path
+    journal: Journal
+    clock: FederationClock
+    updates: Updates
+    outbox: ClientOutbox
+    cache: BlobCache
+    models: ModelDigests
+    once: Path
+
+
+class ServingSettings(NamedTuple):
+    """Settings of a served federation.
+
+    Args:
         start_with: Number of available clients that the first round waits for.
         answer_timeout: Timeout in seconds of a round, or of an assignment without rounds, if the
             strategy sets no deadline.
         measure_seconds: Timeout of an evaluation by clients.
         record: Whether to keep all updates and events for a replay.
+        exchange_seconds: Timeout of a step of a protocol.
+    """
+
+    start_with: int
+    answer_timeout: float
+    measure_seconds: float
+    record: bool
+    exchange_seconds: float = 60.0
+
+
+class NetworkCarrier:
+    """Carrier between a coordinator and clients over a network.
+
+    Args:
+        federation: Description of the federation.
+        stores: Files, queues and caches of the run.
+        settings: Timeouts, and whether to record.
+        machine: Properties of the server's machine.
         budget: Transfer quotas of the clients.
         interrupted: Function that returns whether the user wants the server to stop.
         tell: Listener for messages to the user.
         server_metrics: Metrics and log of the server.
-        exchange_seconds: Timeout of a step of a protocol.
-        models: Recorded digests, with which models are compared.
-        once: Folder of the results computed once; None for the folder in the run folder.
     """
 
     checked = False
@@ -145,60 +176,51 @@ class NetworkCarrier:
         self,
         *,
         federation: FederationSpec,
-        folder: Path,
-        journal: Journal,
-        clock: FederationClock,
-        updates: Updates,
-        outbox: ClientOutbox,
-        cache: BlobCache,
+        stores: FederationStores,
+        settings: ServingSettings,
         machine: Machine,
-        start_with: int,
-        answer_timeout: float,
-        measure_seconds: float,
-        record: bool,
         budget: TransferBudget,
         interrupted: Callable[[], bool],
         tell: Callable[[str], None],
         server_metrics: ServerMetrics | None = None,
-        exchange_seconds: float = 60.0,
-        models: ModelDigests | None = None,
-        once: Path | None = None,
     ) -> None:
         self.federation = federation
-        self.folder = folder
-        self.journal = journal
-        self.clock = clock
-        self.files = updates
-        self.outbox = outbox
-        self.sending = ModelStreams(federation, outbox, cache, updates)
+        self.folder = stores.folder
+        self.journal = journal = stores.journal
+        self.files = stores.updates
+        self.outbox = outbox = stores.outbox
+        self.sending = ModelStreams(federation, outbox, stores.cache, stores.updates)
         self.machine = machine
-        self.start_with = start_with
-        self.answer_timeout: float | None = answer_timeout
-        self.record = record
+        self.start_with = settings.start_with
+        self.answer_timeout: float | None = settings.answer_timeout
+        self.record = settings.record
         self.budget = budget
         self._up = 0
         """Bytes of an update."""
         self.interrupted = interrupted
         self.tell = tell
         self.server_metrics = server_metrics or ServerMetrics()
-        self.events = self.reads(journal, clock, outbox, self._sweep)
+        self.events = self.reads(journal, stores.clock, outbox, self._sweep)
         self.cohort = FederationCohort(outbox, machine, federation.holds)
         self.measuring = NetworkEvaluation(
-            self.events, journal, outbox, measure_seconds, interrupted, self.server_metrics
-        )
-        self.making = DurableOnce(
-            self.events, journal, TreeFiles(once or folder / ONCE), not record
-        )
-        self.exchanging = ProtocolSteps(
             self.events,
+            journal,
             outbox,
-            updates,
-            self.making,
-            exchange_seconds,
+            settings.measure_seconds,
             interrupted,
             self.server_metrics,
         )
-        self.models = models or ModelDigests(None)
+        self.making = DurableOnce(self.events, journal, TreeFiles(stores.once), not self.record)
+        self.exchanging = ProtocolSteps(
+            self.events,
+            outbox,
+            self.files,
+            self.making,
+            settings.exchange_seconds,
+            interrupted,
+            self.server_metrics,
+        )
+        self.models = stores.models
         self.flown: list[AssignmentRecord] = []
         self._begun = False
         self._kept_to = 1

@@ -6,7 +6,6 @@ Only this thread uses the leader's port; other threads queue requests and wait f
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
@@ -52,7 +51,7 @@ from dure.parameter_server.processes.messages import (
 )
 from dure.parameter_server.scheduler import Scheduler
 from dure.parameter_server.tables import SparseRows, copied
-from dure.parameter_server.worker import WorkerProtocol
+from dure.parameter_server.worker import CONNECTED, WorkerProtocol
 
 READER = -1
 """Worker number of the leader as a reader of weights."""
@@ -96,9 +95,7 @@ class Leader:
         self.schedulers = [
             Scheduler(members, bounded=not plan.deals) for members in manager.layout.groups
         ]
-        self._reader = WorkerProtocol(
-            READER, manager.layout, portions, beat=None, patience=math.inf
-        )
+        self._reader = WorkerProtocol(READER, manager.layout, portions, times=CONNECTED)
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._over = False

@@ -41,7 +41,7 @@ from dure.parameter_server.processes.replica_models import StageModel, WholeMode
 from dure.parameter_server.processes.serving import LeaderWatch, check_leader
 from dure.parameter_server.processes.worker_process import HeartbeatThread
 from dure.parameter_server.replica import DownpourReplica
-from dure.parameter_server.worker import WorkerProtocol
+from dure.parameter_server.worker import CONNECTED, WorkerProtocol
 from dure.record.meter import sum_of_counters
 from dure.record.trace import Trace
 
@@ -134,10 +134,7 @@ class ReplicaProcess:
         else:
             self.model = WholeModel(number, task, model, seed, plan, self.meter)
         self.replica = DownpourReplica(
-            # A connection loses messages only by breaking, so retries need no timeout.
-            WorkerProtocol(
-                number, layout, portions, patience=math.inf, beat=None, compressors=compressors
-            ),
+            WorkerProtocol(number, layout, portions, times=CONNECTED, compressors=compressors),
             plan.pace,
             self.model.weights(),
             self._compute,

@@ -40,7 +40,7 @@ from dure.parameter_server.processes.messages import (
 from dure.parameter_server.processes.serving import check_leader
 from dure.parameter_server.processes.worker_process import HeartbeatThread
 from dure.parameter_server.tables import split_rows
-from dure.parameter_server.worker import WorkerProtocol
+from dure.parameter_server.worker import CONNECTED, WorkerProtocol
 from dure.tensors.buffers import BufferNames
 from dure.tensors.elements import all_finite
 from dure.tensors.flat import FlatParameters, by_dtype, trainable_parameters
@@ -84,9 +84,7 @@ class Worker:
             number,
             plan.layout(model),
             plan.all_portions(model),
-            # Streams lose nothing but when they break.
-            patience=math.inf,
-            beat=None,
+            times=CONNECTED,
             into=partial(self._slots.ask, number),
         )
         self._begun = False

@@ -44,7 +44,7 @@ from dure.parameter_server.processes.messages import (
 from dure.parameter_server.processes.serving import LeaderWatch, check_leader
 from dure.parameter_server.scheduler import BatchPart, Scheduler
 from dure.parameter_server.tables import SparseRows, split_rows
-from dure.parameter_server.worker import WorkerProtocol
+from dure.parameter_server.worker import CONNECTED, WorkerProtocol
 from dure.parameter_server.worker_node import WorkerNode
 from dure.tensors.buffers import BufferNames
 
@@ -103,14 +103,12 @@ class WorkerProcess:
 
     def _side(self, number: int, layout: ShardLayout, clock: int) -> WorkerProtocol:
         into = partial(self.slots.ask, number)
-        # A connection loses messages only by breaking, so retries need no timeout.
         return WorkerProtocol(
             number,
             layout,
             self.portions,
             clock=clock,
-            patience=math.inf,
-            beat=None,
+            times=CONNECTED,
             into=into,
             compressors=compressors_of(self.coding, self.seed, number, self.shards),
         )
