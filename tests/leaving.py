@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dure.federated.privacy.secure_aggregation import messages as sums
 from dure.split import alignment, messages
-from dure.split.network import control, parties_control
+from dure.split.network import control
 from dure.split.parties import messages as parties
 from dure.wire import requests
 
@@ -151,18 +151,18 @@ LEAVES: dict[str, dict[type, dict[str, str]]] = {
             "first": _NUMBERS,
             "points": "ids of the other side, blinded a second time",
         },
-        parties_control.Aligned: {"": "that the site has saved the list of common people"},
+        control.Aligned: {"": "that the site has saved the list of common people"},
         parties.Activations: {
             "step": _NUMBERS,
             "values": "**activations of the site's columns, of every example of the batch**",
             "trains": "whether the site's head is trained",
         },
-        parties_control.Evaluated: {
+        control.Evaluated: {
             "first": _NUMBERS,
             "values": "**activations of the site's columns, of test examples**",
         },
-        parties_control.Resumed: {"turn": _NUMBERS},
-        parties_control.StateSaved: {"step": _NUMBERS},
+        control.Resumed: {"turn": _NUMBERS},
+        control.StateSaved: {"step": _NUMBERS},
     },
 }
 """By system, then by message: the content of each field."""

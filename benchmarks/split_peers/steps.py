@@ -329,7 +329,7 @@ def _halves(model: str) -> tuple[Any, Any]:
     from dure.contracts.fresh_model import seeded_model
     from dure.data.client_part import divide
     from dure.split.builders import SplitBuilder
-    from dure.split.divide import divided
+    from dure.split.simulated import divided
 
     task = getattr(cut_models, model)()
     plan = dure.SplitLearning(cut=(CUT,), clients=1, batch_size=BATCH).plan

@@ -13,8 +13,7 @@ import dure
 from dure.contracts.fresh_model import examples_for, seeded_model
 from dure.errors import PolicyError
 from dure.split.gradient_bound import ReceivedError
-from dure.split.network.control import Hello
-from dure.split.network.parties_control import Evaluate, Evaluated, Resume, Resumed
+from dure.split.network.control import Evaluate, Evaluated, Hello, Resume, Resumed
 from dure.split.network.parties_site import PartySite
 from dure.split.network.site import SiteLimits
 from dure.split.parties.messages import ActivationGradients, Activations, BeginStep

@@ -21,10 +21,9 @@ from torch.nn import functional as F
 import dure
 from dure.errors import CutNotANumberError, LossNotFiniteError
 from dure.split.alignment import Blinded, Common, DoubleBlinded, EmptyIntersectionError
-from dure.split.network.control import ClientFailed
+from dure.split.network.control import Aligned, ClientFailed, Evaluated, Resumed, StateSaved
 from dure.split.network.frames import Frame
 from dure.split.network.parties_checks import RULES
-from dure.split.network.parties_control import Aligned, Evaluated, Resumed, StateSaved
 from dure.split.network.vertical_split_server import PartyLostError
 from dure.split.parties.messages import Activations
 

@@ -26,8 +26,7 @@ from dure.split.head_checks import HeadChecks
 from dure.split.messages import HeadHandover, SideState
 from dure.split.network.frames import SplitFrameError, decode, encode
 from dure.split.optimizer_settings import check_settings
-from dure.split.sides import Side, weighted_loss
-from dure.split.states import state_from_tree, state_to_tree
+from dure.split.sides import Side, state_from_tree, state_to_tree, weighted_loss
 from dure.split.strategy import Split
 from dure.tasks.loss_shares import CountedLoss
 from small import small_task

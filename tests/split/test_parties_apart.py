@@ -28,9 +28,8 @@ from dure.protocol.channels import (
     Event,
     HostedRun,
 )
-from dure.split.network.control import ClientFailed, Hello
+from dure.split.network.control import ClientFailed, Evaluated, Hello, Resume, Resumed, StateSaved
 from dure.split.network.frames import decode, encode
-from dure.split.network.parties_control import Evaluated, Resume, Resumed, StateSaved
 from dure.split.network.parties_served import ServedVerticalLearner
 from dure.split.network.parties_site import PartySite
 from dure.split.network.site import Identity

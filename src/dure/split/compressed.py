@@ -1,4 +1,4 @@
-"""Compression of the messages at the cut: a wrapper around a node of any kind.
+"""Compression of the messages at the cut, in training and in evaluation: a wrapper around a node.
 
     messages of the node   ->  values and gradients are encoded
     messages to the node   ->  decoded, and refused with the sender's name if invalid
@@ -19,14 +19,18 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import msgspec
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
 
 from dure.collectives.compression import Cast, Compression, Int8, NoCompression, TopK
 from dure.errors import LossNotFiniteError
 from dure.fleet.virtual_network import Node
 from dure.parallel.pipeline.cut import CutModel
+from dure.parallel.pipeline.rng import RandomStream
+from dure.parallel.pipeline.trace import leaves_of
 from dure.split.batching import crossings, values_at
 from dure.split.coding import CodecCoder, Coder, CutShape, TopKCoder
 from dure.split.messages import (
@@ -234,3 +238,39 @@ class CompressedNode:
         if found is None:
             found = self._with[name] = self._exchange()
         return found
+
+
+class CompressedCutModel(nn.Module):
+    """Module with the interface of the model, for evaluation.
+
+    Raises ValueError for a model that cannot be cut there.
+    """
+
+    def __init__(self, cut: CutModel, compression: Compression) -> None:
+        super().__init__()
+        self.model = cut.model
+        self.cut = cut
+        # The stream is unused: in evaluation no operation draws random numbers.
+        self._stream = RandomStream(0, carried=False)
+        self._coders = [
+            [coder(compression, value) for value in values]
+            for values in cuts_of(cut, training=False)
+        ]
+
+    def forward(self, inputs: Any) -> Any:
+        leaves = leaves_of(inputs)
+        examples = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        values: list[Tensor] = []
+        for stage in range(self.cut.stages):
+            if stage > 0:
+                values = self.crossing(stage - 1, values, examples)
+            program = self.cut.program(stage, examples, False, self._stream, None)
+            values = list(program.module(*values, *(leaves[index] for index in program.inputs)))
+        return tree_unflatten(values, self.cut.structure(examples, False))
+
+    def crossing(self, boundary: int, values: Sequence[Tensor], examples: int) -> list[Tensor]:
+        """Return the values that arrive after a cut, compressed and decompressed."""
+        return [
+            value if one is None else one.read(one.write(value), examples)
+            for one, value in zip(self._coders[boundary], values, strict=True)
+        ]

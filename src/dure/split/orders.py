@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dure.split.average import mean
+import torch
+from torch import Tensor
+
 from dure.split.messages import Ended, Envelope, SideState, Smashed, Turn, client
 from dure.split.sides import SideRunner, copied
 
@@ -225,3 +227,30 @@ class TurnOrder(ABC):
         self.since = dict(state["since"])
         self.taken = dict(state["taken"])
         self.turns = {}
+
+
+def mean(owns: Sequence[SideState], weights: Sequence[float]) -> SideState:
+    """Return the weighted mean of weights and buffers, with an empty optimizer state.
+
+    Integer buffers, such as the number of batches seen, are those of the first side.
+    """
+    return SideState(
+        weights=_means([one.weights for one in owns], weights),
+        buffers=_means([one.buffers for one in owns], weights),
+        optimizer=tuple({} for _ in owns[0].optimizer),
+        groups=(),
+    )
+
+
+def _means(tensors: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> tuple[Tensor, ...]:
+    total = sum(weights)
+    found = []
+    for each in zip(*tensors, strict=True):
+        if not each[0].is_floating_point():
+            found.append(each[0].clone())
+            continue
+        sums = torch.zeros_like(each[0], dtype=torch.float64)
+        for tensor, weight in zip(each, weights, strict=True):
+            sums.add_(tensor, alpha=weight / total)
+        found.append(sums.to(each[0].dtype))
+    return tuple(found)

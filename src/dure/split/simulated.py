@@ -18,7 +18,7 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from dure.contracts.fresh_model import examples_for
@@ -26,6 +26,7 @@ from dure.contracts.learner import Learner, StepResult
 from dure.contracts.task import Task
 from dure.contracts.world import RankContext
 from dure.data.client_part import divide
+from dure.data.examples import Examples
 from dure.fleet.devices import BYTES_PER_MBIT
 from dure.fleet.virtual_network import Envelope, Node, NodeLink, VirtualNetwork, nbytes
 from dure.protocol.server_context import conditions_in
@@ -36,10 +37,9 @@ from dure.split.activity_log import ActivityLog
 from dure.split.availability import AvailabilityTracker
 from dure.split.builders import SplitBuilder
 from dure.split.client import SplitClient, SplitClientState
-from dure.split.compressed import CompressedNode, exchange_of
-from dure.split.compressed_evaluation import CompressedCutModel
+from dure.split.compressed import CompressedCutModel, CompressedNode, exchange_of
 from dure.split.cutting import TracedDividedModel
-from dure.split.divide import divided
+from dure.split.divided_model import DividedModel
 from dure.split.facts import facts_of
 from dure.split.leakage.defence import class_labels, count_classes
 from dure.split.leakage.meter import LeakMeter, MeteredServer
@@ -48,12 +48,14 @@ from dure.split.messages import SERVER, client
 from dure.split.orders import Amounts
 from dure.split.placement import model_on, needs_doubles
 from dure.split.plan import SplitPlan
+from dure.split.separate_models.sides import SeparateDividedModel
 from dure.split.server import TailServer
-from dure.split.states import state_from_tree, state_to_tree
+from dure.split.sides import state_from_tree, state_to_tree
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
-from dure.tasks.loss_shares import mean_over
+from dure.tasks.loss_shares import CountedLoss, mean_over
+from dure.tasks.parts import JoinedTask, ModelParts
 from dure.tensors.buffers import (
     load_non_persistent_buffers,
     load_weights,
@@ -335,3 +337,24 @@ class SimulatedSplitLearner(Learner):
         )
         facts["split"] |= self.account.facts()
         return facts
+
+
+def divided(
+    task: Task, model: nn.Module, train: Examples, at: Sequence[str], examples: int, seed: int
+) -> DividedModel:
+    """Return the divided model: by its files if the task has two, else cut at `at`.
+
+    Args:
+        task: the task.
+        model: the model.
+        train: the clients' examples.
+        at: the places of the cuts.
+        examples: number of examples of a client's batch.
+        seed: the run's seed.
+
+    Raises:
+        ValueError: the model cannot be divided in this way.
+    """
+    if isinstance(task, JoinedTask) and isinstance(model, ModelParts):
+        return SeparateDividedModel(task, model, train, examples, seed)
+    return TracedDividedModel(task, model, at, examples, seed, CountedLoss(task.loss, train))

@@ -26,10 +26,9 @@ import torch
 from dure.contracts.task import Task
 from dure.contracts.world import World
 from dure.randomness.seeds import generator
-from dure.split.average import mean
 from dure.split.client import Rules
 from dure.split.messages import Ended, Envelope, SideState, Smashed, client
-from dure.split.orders import Amounts, TurnOrder
+from dure.split.orders import Amounts, TurnOrder, mean
 from dure.split.sides import SideRunner, copied, without_optimizer_state
 from dure.split.strategy import Split
 

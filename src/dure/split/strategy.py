@@ -42,8 +42,7 @@ from dure.protocol.server_context import channels_in
 from dure.settings import parse_fields
 from dure.split import personalised
 from dure.split.client import Rules
-from dure.split.compressed import check_compression, exchange_of
-from dure.split.compressed_evaluation import CompressedCutModel
+from dure.split.compressed import CompressedCutModel, check_compression, exchange_of
 from dure.split.conditions import LABELS_APART, WITHOUT, check_conditions
 from dure.split.cutting import check_at, check_optimizer, cut_at, prove
 from dure.split.leakage import Defence, NoDefence, parse_defence

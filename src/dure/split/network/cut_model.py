@@ -15,7 +15,7 @@ from dure.parallel.pipeline.rng import RandomStream
 from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.split.batching import values_at
 from dure.split.blame import InvalidMessageError
-from dure.split.compressed_evaluation import CompressedCutModel
+from dure.split.compressed import CompressedCutModel
 from dure.split.network.checks import ServerPartInterface
 from dure.split.network.control import Query, QueryAnswer
 from dure.split.network.site import ClientPartInterface

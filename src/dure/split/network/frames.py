@@ -34,8 +34,7 @@ from dure.protocol.encoding import ALIGNED, aligned, may_be_shape, view_at
 from dure.record.weights import DTYPES, elements_of
 from dure.split import alignment
 from dure.split.messages import HeadGradients, Message, SideState, Smashed
-from dure.split.network.control import Control
-from dure.split.network.parties_control import PartiesControl
+from dure.split.network.control import Control, PartiesControl
 from dure.split.optimizer_settings import is_portable
 from dure.split.parties import messages as parties
 

@@ -13,9 +13,8 @@ from typing import Protocol
 
 from dure.split import alignment
 from dure.split.messages import HeadGradients, OutputGradients, Smashed
-from dure.split.network.control import Query
+from dure.split.network.control import Evaluated, Query
 from dure.split.network.frames import Frame
-from dure.split.network.parties_control import Evaluated
 from dure.split.parties.messages import Activations
 
 Pieces = Sequence[bytes | bytearray | memoryview]

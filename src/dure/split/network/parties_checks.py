@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dure.split.alignment import Blinded, DoubleBlinded
 from dure.split.blame import GRADIENT
 from dure.split.network.checks import FieldRule
-from dure.split.network.parties_control import Aligned, Evaluated, Resumed, StateSaved
+from dure.split.network.control import Aligned, Evaluated, Resumed, StateSaved
 from dure.split.parties.messages import Activations
 
 _POINTS = (

@@ -35,7 +35,7 @@ from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER
 from dure.split.network import sizes
 from dure.split.network.admission import Admission
-from dure.split.network.parties_control import ALIGNS, Aligned, Evaluate, Evaluated, SaveState
+from dure.split.network.control import ALIGNS, Aligned, Evaluate, Evaluated, SaveState
 from dure.split.network.vertical_split_server import VerticalSplitServer
 from dure.split.parties.aligned_examples import AlignedExamples
 from dure.split.parties.facts import facts_of

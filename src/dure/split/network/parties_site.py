@@ -26,20 +26,21 @@ from dure.record.weights import weights_to_bytes
 from dure.split.alignment import AlignedParty, Blinded, Common
 from dure.split.gradient_bound import GradientBound
 from dure.split.network import sizes
-from dure.split.network.control import Hello, RosterMembers
-from dure.split.network.frames import Frame, decode, encode, values_on
-from dure.split.network.incoming import ProgressTimeout
-from dure.split.network.outgoing import ServerChannel, say
-from dure.split.network.parties_control import (
+from dure.split.network.control import (
     ALIGNS,
     Aligned,
     Evaluate,
     Evaluated,
+    Hello,
     Resume,
     Resumed,
+    RosterMembers,
     SaveState,
     StateSaved,
 )
+from dure.split.network.frames import Frame, decode, encode, values_on
+from dure.split.network.incoming import ProgressTimeout
+from dure.split.network.outgoing import ServerChannel, say
 from dure.split.network.site import UNLIMITED, Identity, SiteLimits
 from dure.split.parties.aligned_examples import AlignedExamples
 from dure.split.parties.guarded import activations_guard

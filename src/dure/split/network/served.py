@@ -29,7 +29,7 @@ from dure.protocol.channels import Channels, HostedRun
 from dure.record.checkpoint import UNREADABLE, read_tree, write_tree
 from dure.record.meter import Counters, Meter
 from dure.split.activity_log import ActivityLog
-from dure.split.compressed_evaluation import CompressedCutModel
+from dure.split.compressed import CompressedCutModel
 from dure.split.messages import SERVER, client
 from dure.split.network.admission import Admission
 from dure.split.network.checks import MOST_BATCH, BatchSizes, Checks
@@ -49,8 +49,7 @@ from dure.split.plan import SplitPlan
 from dure.split.separate_models.checks import SyntheticExamples
 from dure.split.separate_models.form import check_extent, decoded
 from dure.split.server import ServerSnapshot, TailServer
-from dure.split.sides import SideRunner
-from dure.split.states import state_from_tree, state_to_tree
+from dure.split.sides import SideRunner, state_from_tree, state_to_tree
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step

@@ -45,7 +45,7 @@ from dure.split.network.control import (
 from dure.split.network.frames import Frame, SplitFrameError, decode, encode, values_on
 from dure.split.network.incoming import CheckedClient, ProgressTimeout
 from dure.split.network.outgoing import ServerChannel, say
-from dure.split.states import state_from_tree, state_to_tree
+from dure.split.sides import state_from_tree, state_to_tree
 from dure.tasks.measurement import Measurement
 from dure.tasks.modes import in_mode
 from dure.wire.boxes import BoxKey, Member

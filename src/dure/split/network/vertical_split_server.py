@@ -29,16 +29,17 @@ from dure.protocol.channels import Channels, ClientConnected, ClientDisconnected
 from dure.record.meter import Meter
 from dure.split.alignment import EmptyIntersectionError
 from dure.split.network.admission import MOST_RETURNS, MOST_SHOWN, Admission
-from dure.split.network.control import ClientFailed, RosterMembers
-from dure.split.network.frames import Frame, SplitFrameError, decode, encode, values_on
-from dure.split.network.parties_control import (
+from dure.split.network.control import (
+    ClientFailed,
     Evaluate,
     Evaluated,
     Resume,
     Resumed,
+    RosterMembers,
     SaveState,
     StateSaved,
 )
+from dure.split.network.frames import Frame, SplitFrameError, decode, encode, values_on
 from dure.split.parties.messages import party
 
 MOMENT = 0.2
