@@ -213,6 +213,9 @@ class Uploads:
             told = f": {said.message}" if said.message else ""
             reason = one_line(f"its own code raised {said.kind}{where}{told}")
             await logged(self.journal, "failed", session.number, said.ticket, reason.encode())
+            # Before the answer: the next request might come before the main thread reads the event,
+            # and would get the same assignment again.
+            self.outbox.done(session.number, said.ticket)
             # The client gets further work after its next request.
             session.available = False
         return Response(status_code=204)
