@@ -20,6 +20,8 @@ from torch import nn
 
 import dure
 from dure.deploy.client.site import ConnectionOptions
+from dure.deploy.journal import Event
+from dure.deploy.server.carrier import NetworkCarrier
 from dure.deploy.server.outbox import GRACE
 from dure.deploy.server.register import FILE, Register
 from dure.errors import DureError
@@ -518,7 +520,19 @@ def test_a_loop_of_its_own_that_takes_long_is_there_all_the_time(tmp_path: Path)
     assert len(spans) == 1, spans
 
 
-def test_a_loop_of_its_own_that_sends_nothing_has_failed(tmp_path: Path) -> None:
+def test_a_loop_of_its_own_that_sends_nothing_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = NetworkCarrier._apply
+
+    def late(self: NetworkCarrier, coordinator: Any, event: Event) -> Any:
+        # The client asks again first, and must not get the same assignment.
+        if event.kind == "failed":
+            time.sleep(0.5)
+        return apply(self, coordinator, event)
+
+    monkeypatch.setattr(NetworkCarrier, "_apply", late)
+
     def skips(url: str) -> int:
         rounds = 0
         with dure.Client(url, examples=4, name="skips") as client:
